@@ -174,7 +174,7 @@ class Trainer(Section):
     """The learner.  Its optimizer is the RL phase's; a warm start brings its own."""
 
     ranks: Positive = 1
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     max_tokens_per_microbatch: Positive = Field(8192, description="tokens of one packed row on one rank")
     optimizer: Optimizer = Field(default_factory=Optimizer)
     bucket_mib: Rate = Field(64.0, description="size of a weight bucket on its way to the engines")

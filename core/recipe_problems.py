@@ -1,0 +1,145 @@
+"""What pydantic and OmegaConf found wrong with a recipe, in words that say how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
+from slipstream.core.schema import Recipe
+
+_EXPECTED = {
+    "string_type": "text",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a section, that is keys and values",
+    "finite_number": "a finite number",
+}
+_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+
+
+def place_of(path: KeyPath, places: Mapping[KeyPath, str]) -> str:
+    """Where ``path`` stands, or the nearest section around it."""
+    for length in range(len(path), -1, -1):
+        if found := places.get(path[:length]):
+            return found
+    return ""
+
+
+def explain(error: ErrorDetails, places: Mapping[KeyPath, str]) -> tuple[KeyPath, Problem]:
+    """One error of pydantic as a problem, with the path of the key that has to change."""
+    path: KeyPath = error["loc"]
+    kind, got = error["type"], error["input"]
+    if kind == "missing":
+        text = _missing(path)
+    elif kind == "extra_forbidden":
+        text = f"unknown key; {_suggestion(path)}"
+    elif kind == "value_error":
+        path, text = _broken_rule(path, str(error["ctx"]["error"]))
+    else:
+        text = f"got {_show(got)}, expected {_expected(error)}{_hint(kind, got)}"
+    return path, Problem(dotted(path), place_of(path, places), text)
+
+
+def _expected(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if limit := _LIMITS.get(kind):
+        return f"a number {_WORDS[limit]} {context[limit]:g}"
+    if kind == "literal_error":
+        got = error["input"]
+        near = difflib.get_close_matches(str(got), context["expected"].replace("'", "").replace(" or ", ", ").split(", "), 1)
+        return context["expected"] + (f"; did you mean {near[0]}?" if near and isinstance(got, str) else "")
+    if kind == "string_pattern_mismatch":
+        return "letters, digits, `.`, `_` and `-`, a letter or digit first, at most 100 of them"
+    return _EXPECTED.get(kind) or error["msg"].removeprefix("Input should be ")
+
+
+def _show(value: Any) -> str:
+    """A value as the recipe writes it, short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping | list):
+        return "a list" if isinstance(value, list) else "a mapping"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _hint(kind: str, got: Any) -> str:
+    """How the value came to be of the wrong type, where YAML is the reason."""
+    if kind in ("string_type", "literal_error") and isinstance(got, bool):
+        return "; YAML reads a bare on, off, yes or no as a boolean: quote it"
+    if kind == "string_type" and isinstance(got, int | float):
+        return f"; quote it: '{got}'"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(got, str):
+        return "; remove the quotes" if got.lower() in ("true", "false") or _is_number(got) else ""
+    if kind == "int_type" and isinstance(got, float) and got.is_integer():
+        return f"; write {got:.0f}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _missing(path: KeyPath) -> str:
+    model = _model_at(path[:-1])
+    about = model.model_fields[str(path[-1])].description if model else None
+    return f"missing; add `{path[-1]}: …`" + (f" ({about})" if about else "")
+
+
+def _broken_rule(path: KeyPath, message: str) -> tuple[KeyPath, str]:
+    """A rule's message starts with the field it is about: ``estimator: k1 in the loss …``."""
+    name, colon, rest = message.partition(": ")
+    model = _model_at(path)
+    return ((*path, name), rest) if colon and model and name in model.model_fields else (path, message)
+
+
+def _suggestion(path: KeyPath) -> str:
+    """The key that was meant: one of this section, or the same name elsewhere in the recipe."""
+    model, key = _model_at(path[:-1]), str(path[-1])
+    here = sorted(model.model_fields) if model else []
+    if near := difflib.get_close_matches(key, here, 1):
+        return f"did you mean `{near[0]}`?"
+    everywhere = [known for known in _all_keys(Recipe) if known.rsplit(".", 1)[-1] == key]
+    if everywhere:
+        return f"did you mean `{'` or `'.join(everywhere[:3])}`?"
+    return f"known here: {', '.join(here)}"
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _model_at(path: KeyPath) -> type[BaseModel] | None:
+    """The schema of the section at ``path`` (list positions are skipped)."""
+    model: type[BaseModel] | None = Recipe
+    for part in path:
+        if isinstance(part, str):
+            known = model.model_fields.get(part) if model else None
+            model = next(_models_in(known.annotation), None) if known else None
+    return model
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, known in model.model_fields.items():
+        yield prefix + name
+        for child in _models_in(known.annotation):
+            yield from _all_keys(child, f"{prefix}{name}.")

@@ -1,0 +1,206 @@
+"""The recipe loader: one run shows every mistake with its place, and no recipe can run code or read a secret."""
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.core.recipe import RecipeError, dump_recipe, load_recipe
+
+GOOD = """
+name: trial
+model: {path: "builtin:tiny"}
+data: {source: "builtin:number_sorting"}
+"""
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> list[str]:
+    """``line key: text`` of each problem of a bad recipe."""
+    path = write(folder, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe([path], overrides)
+    return [str(problem).removeprefix(f"{path}:").strip() for problem in caught.value.problems]
+
+
+def only(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> str:
+    found = problems(folder, text, overrides)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_short_recipe_gets_the_vetted_defaults(tmp_path: Path) -> None:
+    recipe = load_recipe([write(tmp_path, GOOD)])
+    assert (recipe.name, recipe.schedule.max_staleness, recipe.schedule.on_stale) == ("trial", 2, "mask")
+
+
+def test_five_mistakes_are_five_problems_each_with_its_line(tmp_path: Path) -> None:
+    text = (
+        "name: on\n"  # 1: YAML 1.1 boolean
+        "model: {path: 'builtin:tiny'}\n"
+        "data: {source: 'builtin:number_sorting'}\n"
+        "schedule:\n"
+        "  max_stalenes: 3\n"  # 5: unknown
+        "  steps: -5\n"  # 6: range
+        "  on_stale: masc\n"  # 7: choice
+        "algo:\n"
+        "  kl: {coefficient: 0.1, estimator: k1}\n"  # 9: rule between keys
+    )
+    name, unknown, steps, choice, rule = problems(tmp_path, text)
+    assert name.startswith("1: name: got true, expected text") and "quote it" in name
+    assert unknown == "5: schedule.max_stalenes: unknown key; did you mean `max_staleness`?"
+    assert steps == "6: schedule.steps: got -5, expected a number greater than 0"
+    assert choice.startswith("7: schedule.on_stale: got 'masc'") and "did you mean mask?" in choice
+    assert rule.startswith("9: algo.kl.estimator: k1 in the loss has zero expected gradient")
+
+
+def test_cross_checks_run_beside_other_mistakes_but_never_on_a_key_that_is_wrong_itself(tmp_path: Path) -> None:
+    text = GOOD + "seed: x\nschedule: {group_size: 1}\n"
+    assert [p.split(":")[1].strip() for p in problems(tmp_path, text)] == ["seed", "schedule.group_size"]
+    # minibatches 9 > the default groups_per_step 8, but groups_per_step is itself wrong: nothing is known about it
+    text = GOOD + "algo: {minibatches: 9}\nschedule: {groups_per_step: x}\n"
+    assert only(tmp_path, text).startswith("6: schedule.groups_per_step: got 'x'")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("group_size: 4", "5: group_size: unknown key; did you mean `schedule.group_size`?"),
+        ("reward: {parts: [{function: exact, weigth: 2}]}", "5: reward.parts[0].weigth: unknown key; did you mean `weight`?"),
+        ("schedule: {steps: 2.0}", "5: schedule.steps: got 2.0, expected an integer; write 2"),
+        ("schedule: {steps: '20'}", "5: schedule.steps: got '20', expected an integer; remove the quotes"),
+        ("schedule: {steps: true}", "5: schedule.steps: got true, expected an integer"),
+        ("trainer: {zero_stage: true}", "5: trainer.zero_stage: got true, expected an integer"),
+        ("rollout: 3", "5: rollout: got 3, expected a section, that is keys and values"),
+        ("monitor:", "5: monitor: got null, expected a section, that is keys and values"),
+        ("trainer: {optimizer: {lr: .nan}}", "5: trainer.optimizer.lr: got .nan, expected a finite number"),
+        ("trainer:\n  optimizer:\n    betas: [0.9, 2]", "7: trainer.optimizer.betas[1]: got 2, expected a number at most 1"),
+        ("seed: 1\nseed: 2", "6: seed: the key stands twice, first at "),
+        ("seed: ???", "5: seed: must be given"),
+        ("seed: ${scheduel.steps}", "5: seed: the reference cannot be resolved"),
+        ("seed: ${seed}", "5: seed: the reference cannot be resolved"),
+        ("seed: ${a", "5: seed: got '${a', expected a reference"),
+        ("on: 3", "5: the key `on` is read as a boolean"),
+        ("seed: !!python/object/apply:os.system [echo]", "5: seed: got the YAML tag"),
+        ("seed: !!binary aGk=", "5: seed: got the YAML tag"),
+        ("warm_start: {}", "5: warm_start.steps: missing; add `steps: …`"),
+        ("seed: [1", "6: not valid YAML: "),
+        ("  seed: 1", "5: not valid YAML: "),
+        ("seed: &a [*a]", "5: seed: nested too deeply"),
+    ],
+)
+def test_each_kind_of_mistake(tmp_path: Path, text: str, expected: str) -> None:
+    assert only(tmp_path, f"{GOOD}{text}\n").startswith(expected)
+
+
+def test_missing_sections_and_unusable_files(tmp_path: Path) -> None:
+    missing = problems(tmp_path, "name: x\n")
+    assert missing == ["data: missing; add `data: …`", "model: missing; add `model: …`"]
+    assert "got an empty file" in only(tmp_path, "# nothing\n")
+    assert "expected keys and values" in only(tmp_path, "- a\n- b\n")
+    assert "expected at most 131072" in only(tmp_path, "# " + "x" * 131072)
+    for path, message in ((tmp_path / "none.yaml", "no such recipe file"), (tmp_path, "cannot be read")):
+        with pytest.raises(RecipeError, match=message):
+            load_recipe([path])
+
+
+def test_ten_lines_of_aliases_are_refused_instead_of_expanded(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+    bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+    start = time.monotonic()
+    assert "more than 20000 values" in problems(tmp_path, GOOD + bomb)[0]
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "${oc.env:HOME}",
+        "${oc.coerce:evil_module.X,3}",
+        "${oc.create:{a: 1}}",
+        "${oc.decode:1}",
+        "pre ${oc.env:HOME,none} post",
+        "${${name}:x}",
+        "\\\\${oc.env:HOME}",
+        "${a.${oc.env:HOME}}",
+    ],
+)
+def test_resolvers_never_run(tmp_path: Path, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = only(tmp_path, f"{GOOD}rollout: {{sampling: {{stop: ['{attack}']}}}}\n")
+    assert message.startswith("5: rollout.sampling.stop[0]: got `${") and "recipes are data" in message
+    message = only(tmp_path, GOOD, (f"data.options.x={attack!r}",))
+    assert "data.options.x" in message and "recipes are data" in message
+
+
+def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
+    base = write(tmp_path, GOOD + "schedule: {steps: 10, group_size: 4}\n")
+    over = write(tmp_path, "schedule: {steps: 20}\nseed: ${schedule.steps}\n", "over.yaml")
+    recipe = load_recipe([base, over], ["schedule.steps=30", "schedule.steps=40", "reward.parts=[{function: math}]"])
+    assert (recipe.schedule.steps, recipe.schedule.group_size, recipe.seed) == (40, 4, 40)
+    assert [part.function for part in recipe.reward.parts] == ["math"]
+    recipe = load_recipe(
+        [base], ["warm_start={steps: 3}", "warm_start.batch_size=5", "checkpoint.every=null", "data.options.a=[1]"]
+    )
+    assert recipe.warm_start is not None and (recipe.warm_start.steps, recipe.warm_start.batch_size) == (3, 5)
+    assert recipe.data.options == {"a": [1]} and recipe.checkpoint.every is None
+    two = load_recipe([base], ["reward={parts: [{function: exact}, {function: regex}]}", "reward.parts[1].weight=0.5"])
+    assert [part.weight for part in two.reward.parts] == [1.0, 0.5]
+
+
+def test_mistakes_in_overrides_name_the_command_line(tmp_path: Path) -> None:
+    overrides = ("schedule.steps", "=3", "schedule.step=2", "seed=-1", "data.options.a=[1", "schedule.groups_per_step=")
+    found = problems(tmp_path, GOOD, overrides)
+    assert len(found) == 6 and all(text.startswith("command line: ") for text in found)
+    assert any("schedule.step: unknown key; did you mean `steps`?" in text for text in found)
+    assert any("schedule.groups_per_step: got null" in text for text in found)
+
+
+def test_numbers_and_lists_are_read_as_people_write_them(tmp_path: Path) -> None:
+    text = GOOD + "trainer: {optimizer: {lr: 1e-5, betas: [0.9, 0.99], weight_decay: 0}}\n"
+    optimizer = load_recipe([write(tmp_path, text)]).trainer.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-5, (0.9, 0.99), 0.0)
+
+
+def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
+    text = GOOD + (
+        "warm_start: {steps: 3, optimizer: {lr: 3e-7}}\nrollout: {sampling: {stop: ['1e-6', 'on', '\\${x}', 'a: b']}}\n"
+        "reward: {parts: [{function: exact, options: {after: '=', nested: {a: 1}}}]}\n"
+    )
+    recipe = load_recipe([write(tmp_path, text)])
+    assert recipe.rollout.sampling.stop == ["1e-6", "on", "${x}", "a: b"]
+    assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
+
+    secret = [
+        "data.options.hf_token=hush",
+        "data.options.max_tokens=5",
+        "reward.parts=[{function: math, options: {a: {api_key: hush}}}]",
+    ]
+    dumped = dump_recipe(load_recipe([write(tmp_path, GOOD)], secret))
+    assert "hush" not in dumped and "max_tokens: 5" in dumped
+    found = problems(tmp_path, dumped)
+    assert len(found) == 2 and all("the secret was removed from this file" in text for text in found)
+    assert "reward.parts[0].options.a.api_key=…" in only(tmp_path, dumped, ("data.options.hf_token=hush",))
+
+
+def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    code = (
+        "import sys, time; start = time.process_time(); from pathlib import Path\n"
+        "from slipstream.core.recipe import load_recipe\n"
+        f"load_recipe([Path({str(path)!r})])\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "print(sorted(heavy), time.process_time() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy, seconds = done.stdout.rsplit(" ", 1)
+    assert heavy == "[]" and math.isfinite(float(seconds)) and float(seconds) < 2.0, done.stdout
