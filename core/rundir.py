@@ -1,0 +1,245 @@
+"""``runs/<name>/``: everything one run leaves behind, written so that a crash at any moment leaves it readable.
+
+recipe.yaml      resolved, secrets redacted        checkpoints/  one folder per checkpoint
+metrics.jsonl    one line per step                 logs/         of the processes
+events.jsonl     starts, updates, faults           summary.json  at the end and on failure
+samples.jsonl    one line per trained sample       report.html   `slipstream report`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, get_args
+
+from slipstream.core.recipe import dump_recipe, load_recipe
+from slipstream.core.schema import Recipe
+
+Stream = Literal["metrics", "events", "samples"]
+_BATCH_KEY: dict[Stream, str] = {"metrics": "step", "samples": "batch"}
+
+
+class JsonLines(NamedTuple):
+    """The records of a JSONL file.  ``torn``: its last line was cut off by a crash and is left out."""
+
+    records: list[dict[str, Any]]
+    torn: bool
+
+
+class RunDirectory:
+    """One run's directory.  A writer (``create``, ``open(write=True)``) holds its lock until ``close``; readers need none."""
+
+    def __init__(self, path: Path, lock: int | None = None) -> None:
+        self.path = path
+        self.recipe_file = path / "recipe.yaml"
+        self.summary_file = path / "summary.json"
+        self.report_file = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._lock = lock
+        self._streams: dict[str, int] = {}
+
+    @classmethod
+    def create(cls, root: Path, recipe: Recipe) -> RunDirectory:
+        """Start ``root/<recipe.name>``.  Raises ValueError if it exists: no run ever writes into another's directory."""
+        path = root / recipe.name
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            free = next(f"{recipe.name}-{n}" for n in range(2, 1_000_000) if not (root / f"{recipe.name}-{n}").exists())
+            raise ValueError(
+                f"run directory: {path} exists already; continue that run with `slipstream resume {path}`, "
+                f"or start a new one under another name: name={free}"
+            ) from None
+        run = cls(path, _lock(path))
+        for folder in (run.checkpoints, run.logs):
+            folder.mkdir()
+        write_atomically(run.recipe_file, dump_recipe(recipe).encode())
+        return run
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool = False) -> RunDirectory:
+        """An existing run: to read, or with ``write`` to continue it.
+
+        Raises ValueError if ``path`` is no run directory, or another process writes to it.  A line that a crash cut off
+        is removed when a writer opens the run, so that the next record starts on a line of its own.
+        """
+        if not (path / "recipe.yaml").is_file():
+            raise ValueError(
+                f"run directory: {path} has no recipe.yaml, expected the directory of a run such as runs/quickstart"
+            )
+        if not write:
+            return cls(path)
+        run = cls(path, _lock(path))
+        for stream in get_args(Stream):
+            _heal(run.stream_file(stream))
+        return run
+
+    def stream_file(self, stream: Stream) -> Path:
+        return self.path / f"{stream}.jsonl"
+
+    def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
+        """The run's recipe.  Raises RecipeError where a redacted secret is not given again as an override."""
+        return load_recipe([self.recipe_file], overrides)
+
+    def append(self, stream: Stream, record: Mapping[str, Any]) -> None:
+        """Add one line by one write.  ``metrics`` need an integer ``step``, ``samples`` an integer ``batch``.
+
+        Raises ValueError, naming the key, for NaN and infinity, which are no JSON.
+        """
+        assert self._lock is not None, f"{self.path} was opened to read"
+        key = _BATCH_KEY.get(stream)
+        assert key is None or isinstance(record.get(key), int), f"a record of {stream} needs an integer {key!r}"
+        line = _encode(record) + b"\n"
+        if stream not in self._streams:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._streams[stream] = os.open(self.stream_file(stream), flags, 0o644)
+        written = os.write(self._streams[stream], line)
+        if written != len(line):
+            raise OSError(f"{self.stream_file(stream)}: only {written} of {len(line)} bytes were written; is the disk full?")
+
+    def read(self, stream: Stream) -> JsonLines:
+        """All records of a stream; none if it was never written."""
+        file = self.stream_file(stream)
+        return read_jsonl(file) if file.exists() else JsonLines([], False)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json at once: a reader sees the old one or the new one.  Raises ValueError for NaN and infinity."""
+        write_atomically(self.summary_file, _encode(summary, indent=1) + b"\n")
+
+    def rewind(self, batch: int) -> dict[str, int]:
+        """Forget the batches after ``batch``: a resumed run repeats them.  Returns how many records went, by stream.
+
+        Drops records with ``step > batch`` from metrics and with ``batch > batch`` from samples; events stay.
+        """
+        assert self._lock is not None, f"{self.path} was opened to read"
+        dropped = {}
+        for stream, key in _BATCH_KEY.items():
+            if descriptor := self._streams.pop(stream, None):
+                os.close(descriptor)
+            records = self.read(stream).records
+            kept = [record for record in records if record[key] <= batch]
+            dropped[stream] = len(records) - len(kept)
+            if dropped[stream]:
+                write_atomically(self.stream_file(stream), b"".join(_encode(record) + b"\n" for record in kept))
+        return dropped
+
+    def close(self) -> None:
+        """Close the streams and release the lock; nothing more can be written."""
+        for descriptor in self._streams.values():
+            os.close(descriptor)
+        self._streams.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_jsonl(path: Path) -> JsonLines:
+    """Records of a JSONL file, one object per line.
+
+    A last line without its newline that is no whole object was torn by a crash: it is left out and ``torn`` is True.
+    Raises ValueError, with file and line, for any other line that is not a JSON object.
+    """
+    records: list[dict[str, Any]] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            record = _decode(line)
+            if record is not None:
+                records.append(record)
+            elif not line.endswith(b"\n"):
+                return JsonLines(records, True)
+            else:
+                raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
+    return JsonLines(records, False)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that is either old or new, never half, even if the machine stops: write aside, sync, rename."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ValueError(
+            f"run directory: {path} is being written by process {owner}; wait for it, stop it, or choose another name="
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def _heal(path: Path) -> None:
+    """End the file at a line's end: complete a whole last record, cut off a torn one."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end, tail = 0, b""
+        for line in file:
+            if line.endswith(b"\n"):
+                end += len(line)
+            else:
+                tail = line
+        if tail and _decode(tail) is not None:
+            file.write(b"\n")
+        else:
+            file.truncate(end)
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _encode(record: Mapping[str, Any], indent: int | None = None) -> bytes:
+    try:
+        text = json.dumps(record, allow_nan=False, ensure_ascii=False, indent=indent)
+    except ValueError:
+        bad = next(_non_finite(record, ""), None)
+        if bad is None:
+            raise
+        raise ValueError(f"{bad[0]}: got {bad[1]}, expected a finite number; NaN and infinity are no JSON") from None
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes its JSON escape
+
+
+def _non_finite(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _non_finite(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _non_finite(item, f"{key}[{index}]")
