@@ -1,0 +1,219 @@
+"""One vLLM engine that keeps generating while its weights change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from slipstream.core.records import VersionSpan, WeightVersion, versions_of
+from slipstream.core.schema import Model, Rollout
+from slipstream.rollout.environment import Completion
+from slipstream.rollout.weights import Staged, TransportName, mapped_update
+
+T = TypeVar("T")
+
+
+class EngineFailed(RuntimeError):
+    """The engine is dead, or was killed because a commit failed half-way.  It cannot be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTimes:
+    """Seconds of one commit: ``pause_s`` is how long no token was generated, ``load_s`` the part that moved weights."""
+
+    pause_s: float
+    load_s: float
+
+
+class Engine:
+    """Samples completions (``rollout.environment.Sampler``) and takes new weights in flight.
+
+    At most ``max_num_seqs`` requests are inside vLLM, so none waits there with an old salt; each is admitted under the version
+    of that moment, which salts its prefix cache: blocks of old weights are never served to a new request.  No request is added
+    during a commit.
+    """
+
+    def __init__(self, llm: AsyncLLM, rollout: Rollout, eos_ids: Sequence[int], version: WeightVersion) -> None:
+        self._llm = llm
+        self._sampling = rollout.sampling
+        self._eos_ids = frozenset(eos_ids)
+        self._slots = asyncio.Semaphore(rollout.max_num_seqs)
+        self._admission = asyncio.Lock()
+        self._failure: BaseException | None = None
+        self.version = version
+        self.sampled_tokens = 0
+
+    @classmethod
+    async def start(
+        cls,
+        model_path: Path,
+        *,
+        model: Model,
+        rollout: Rollout,
+        max_length: int,
+        eos_ids: Sequence[int],
+        seed: int,
+        version: WeightVersion,
+        transport: TransportName = "mapped",
+    ) -> Engine:
+        """Load the model and label its weights ``version``.  Engines of one run get different seeds."""
+        llm = AsyncLLM.from_engine_args(engine_args(model_path, model, rollout, max_length, seed, transport))
+        engine = cls(llm, rollout, eos_ids, version)
+        if transport == "mapped":
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await llm.update_weight_version(str(version))
+        return engine
+
+    async def sample(
+        self, prompt_ids: tuple[int, ...], *, request_id: str, seed: int | None = None, max_tokens: int | None = None
+    ) -> Completion:
+        """One response.  ``seed`` fixes the request's own random stream; without it the engine's stream is used.
+
+        Raises EngineFailed when the engine is dead.  Cancelling the call aborts the request.
+        """
+        params = self._params(seed, min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens))
+        async with self._slots:
+            collector, admitted = await self._admit(prompt_ids, request_id, params)
+            try:
+                output = await self._guard(collector.get())
+                while not output.finished:
+                    output = await self._guard(collector.get())
+            except asyncio.CancelledError:
+                await self._llm.abort(collector.request_id, internal=True)
+                raise
+            finally:
+                collector.close()
+        completion = output.outputs[0]
+        self.sampled_tokens += len(completion.token_ids)
+        return self._completion(completion, admitted)
+
+    async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> tuple[Any, WeightVersion]:
+        async with self._admission:
+            self._check_alive()
+            prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self.version)}
+            collector = await self._guard(self._llm.add_request(request_id, prompt, params))  # type: ignore[arg-type]
+            return collector, self.version
+
+    def _params(self, seed: int | None, max_tokens: int) -> SamplingParams:
+        stop = list(self._sampling.stop)
+        return SamplingParams(
+            temperature=self._sampling.temperature,
+            max_tokens=max_tokens,
+            stop=stop or None,
+            stop_token_ids=sorted(self._eos_ids),
+            detokenize=bool(stop),
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: CompletionOutput, admitted: WeightVersion) -> Completion:
+        token_ids = tuple(output.token_ids)
+        assert output.weight_versions is not None and output.logprobs is not None
+        spans = [VersionSpan(WeightVersion.parse(s.version), s.start, s.end) for s in output.weight_versions]
+        if output.finish_reason == "stop":
+            finish = "eos" if token_ids and token_ids[-1] in self._eos_ids else "stop"
+        else:
+            finish = "length" if output.finish_reason == "length" else "aborted"
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(output.logprobs.logprobs),  # type: ignore[union-attr]
+            versions=versions_of(spans, len(token_ids)),
+            kv_versions=(admitted,) * len(token_ids),
+            finish=finish,  # type: ignore[arg-type]
+            text=output.text,
+        )
+
+    async def commit(self, version: WeightVersion, staged: Staged) -> CommitTimes:
+        """Pause (running requests keep their cache), copy the staged weights, label them, resume.
+
+        Any failure kills the engine and raises EngineFailed: it never resumes on torn weights.
+        """
+        async with self._admission:
+            self._check_alive()
+            try:
+                start = time.perf_counter()
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                loading = time.perf_counter()
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=mapped_update(staged)))
+                await self._llm.finish_weight_update(weight_version=str(version))
+                loaded = time.perf_counter()
+                await self._llm.resume_generation()
+            except BaseException as error:
+                self.kill(error)
+                raise EngineFailed(f"commit of {version} failed ({error!r}); the engine was stopped") from error
+            self.version = version
+            return CommitTimes(pause_s=time.perf_counter() - start, load_s=loaded - loading)
+
+    async def check_health(self) -> None:
+        """Raises EngineFailed if vLLM's core process has died."""
+        self._check_alive()
+        await self._guard(self._llm.check_health())
+
+    def kill(self, reason: BaseException) -> None:
+        """Stop for good; every later call raises EngineFailed with ``reason``."""
+        if self._failure is None:
+            self._failure = reason
+            self._llm.shutdown()
+
+    def shutdown(self) -> None:
+        self.kill(RuntimeError("shut down"))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"the engine has stopped: {self._failure!r}") from self._failure
+
+    async def _guard(self, call: Awaitable[T]) -> T:
+        """Turn vLLM's own errors of a dead core into EngineFailed, once and for all later calls."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError as error:
+            self._failure = self._failure or error
+            raise EngineFailed("vLLM's engine core has died; its log says why") from error
+
+
+def engine_args(
+    model_path: Path, model: Model, rollout: Rollout, max_length: int, seed: int, transport: TransportName
+) -> AsyncEngineArgs:
+    """vLLM's arguments.  The device decides what memory setting applies; ``processed_logprobs`` are those of the sampler."""
+    on_gpu = torch.cuda.is_available()
+    memory: dict[str, Any] = (
+        {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+        if on_gpu
+        else {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30)}
+    )
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=model.dtype,
+        trust_remote_code=model.allow_remote_code,
+        max_model_len=max_length,
+        max_num_seqs=rollout.max_num_seqs,
+        tensor_parallel_size=rollout.tensor_parallel,
+        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
+        enforce_eager=rollout.enforce_eager,
+        enable_prefix_caching=rollout.prefix_caching,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        seed=seed,
+        disable_log_stats=True,
+        worker_extension_cls="slipstream.rollout.worker.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend=transport),
+        **memory,
+    )

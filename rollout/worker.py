@@ -1,0 +1,126 @@
+"""What runs inside vLLM's worker process: repairs of its CPU build, and our weight-transfer engine.
+
+vLLM imports this module by the name of ``WorkerExtension`` before it loads the model.  ``WeightTransferEngine`` objects are
+built after that, so registering ours at import is early enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
+from vllm.triton_utils.dispatcher import register_kernels
+
+REPAIRED_VERSION = "0.32.0"
+
+
+def repair_cpu_build() -> None:
+    """Mend three faults of vLLM's CPU build.  Raises RuntimeError on a version that nobody has checked for them.
+
+    1. ``expand_kernel`` divides speculative logits by uninitialised memory at temperature > 0 (vllm#55005).
+    2. Linear weights are packed for oneDNN and then emptied, so that nothing can be loaded in place.
+    3. A tied ``lm_head`` keeps the packed copy of the old embedding after an update.
+
+    For 2 and 3 the plain weights stay (twice the weight memory, CPU only) and ``repack`` packs again after an update; this
+    keeps oneDNN's speed, which switching it off would not.
+    """
+    if vllm.__version__ != REPAIRED_VERSION:
+        raise RuntimeError(
+            f"vLLM's CPU build is {vllm.__version__}; its faults were checked and mended for {REPAIRED_VERSION} only. "
+            "Install the locked version, or run tests/rollout/test_repairs.py on yours and extend rollout/worker.py"
+        )
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+    layer_utils.dispatch_cpu_unquantized_gemm = _dispatch_keeping_weight
+
+
+def _expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Repeat each request's value over its draft tokens: values ``[a, b]``, cumulated counts ``[2, 3]`` -> ``[a, a, b]``."""
+    replaced = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    output.copy_(replaced.repeat_interleave(counts))
+
+
+_dispatch: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
+
+
+def _dispatch_keeping_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    _dispatch(layer, remove_weight=False)
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Pack every linear layer's weight for the CPU kernels again, tied heads included."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and isinstance(getattr(module, "weight", None), torch.Tensor):
+            _dispatch_keeping_weight(module, remove_weight=False)
+
+
+@dataclass
+class MappedInit(WeightTransferInitInfo):
+    """Nothing to agree on: files are named per update."""
+
+
+@dataclass
+class MappedUpdate(WeightTransferUpdateInfo):
+    """Safetensors files in shared memory, verified by the stager; together they hold every tensor of the model."""
+
+    paths: list[str]
+
+
+class MappedWeights(WeightTransferEngine[MappedInit, MappedUpdate]):
+    """Copies memory-mapped safetensors into the running model's own parameters, without vLLM's layerwise reload."""
+
+    init_info_cls = MappedInit
+    update_info_cls = MappedUpdate
+
+    def init_transfer_engine(self, init_info: MappedInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def receive_weights(self, update_info: MappedUpdate) -> None:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for path in update_info.paths:
+                with safe_open(path, framework="pt") as bucket:
+                    for name in bucket.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                        yield name, bucket.get_tensor(name)
+
+        self.model.load_weights(tensors())
+
+    def finish_weight_update(self) -> None:
+        if current_platform.is_cpu():
+            repack(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+if current_platform.is_cpu():
+    repair_cpu_build()
+if "mapped" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("mapped", MappedWeights)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; its methods are callable by name through ``collective_rpc``."""
+
+    model_runner: Any
+
+    def slipstream_parameter_hash(self) -> dict[str, float]:
+        """Sum of absolute values of each loaded parameter, for tests that look into the worker."""
+        return {name: p.detach().double().abs().sum().item() for name, p in self.model_runner.get_model().named_parameters()}
