@@ -119,7 +119,7 @@ class RunDirectory:
         Drops records with ``step > batch`` from metrics and with ``batch > batch`` from samples; events stay.
         """
         assert self._lock is not None, f"{self.path} was opened to read"
-        dropped = {}
+        dropped: dict[str, int] = {}
         for stream, key in _BATCH_KEY.items():
             if descriptor := self._streams.pop(stream, None):
                 os.close(descriptor)
