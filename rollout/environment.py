@@ -64,18 +64,20 @@ async def rollout(
     seed: int | None,
     max_tokens: int,
     max_length: int,
-    decode: Callable[[Sequence[int]], str],
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Trajectory:
     """Run one episode to its end; the trajectory is not graded yet.
 
     ``max_tokens`` bounds the tokens of one turn, ``max_length`` prompt, responses and observations together.  Observations
     have loss mask False, log-prob 0.0 and the versions of the token before them.  An episode that has no room for its next
-    turn ends with status ``length``, without the observation that did not fit.
+    turn ends with status ``length``, without the observation that did not fit.  ``decode`` gives turns their text where the
+    sampler does not.
     """
     response, context, turn = _Response(), environment.prompt_ids, 0
     while True:
         completion = await _turn(context, sampler, sample_id, seed, turn, max_tokens, max_length)
-        completion = replace(completion, text=completion.text or decode(completion.token_ids))
+        if decode and not completion.text:
+            completion = replace(completion, text=decode(completion.token_ids))
         response.add(completion)
         status = completion.finish
         if status == "aborted" or not completion.token_ids:
@@ -233,8 +235,8 @@ class PromptEncoder:
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ValueError(
-                "the prompts are chat messages, but the model's tokenizer has no chat template; use an instruction-tuned model, "
-                "add a chat_template to its tokenizer, or give `prompt` as text"
+                "the prompts are chat messages, but the model's tokenizer has no chat template; use an instruction-tuned "
+                "model, add a chat_template to its tokenizer, or give `prompt` as text"
             )
         chat = [dict(message) for message in messages]
         if self._system_prompt is not None and chat[0]["role"] != "system":
