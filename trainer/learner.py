@@ -1,0 +1,199 @@
+"""One rank of the learner: DeepSpeed around a policy, blind to the algorithm that stamped the tokens.
+
+A batch is a few optimizer steps; ranks and micro-batches are how a step is cut up, and leave no trace in its result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.algos.logprobs import selective_logprobs
+from slipstream.core import schema
+from slipstream.core.metrics import Last, Mean, Metrics, Sum, merge
+from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
+from slipstream.trainer import state
+from slipstream.trainer.distributed import all_gathered, all_reduced, device
+from slipstream.trainer.model import load_policy
+from slipstream.trainer.objective import SUMS, TERMS, Anchors, Objective, batch_metrics, step_metrics
+from slipstream.trainer.optim import ShardedAdamW, build_adamw, learning_rate
+from slipstream.trainer.packing import PackedRow, pack, partition
+
+
+class Learner:
+    """``join`` the group, make one on every rank, ``begin_phase``, then ``train`` batch after batch.
+
+    Every method is collective: all ranks call it, with the same arguments, in the same order.
+    """
+
+    def __init__(self, recipe: schema.Recipe, model_path: Path, rank: int, world_size: int) -> None:
+        trainer = recipe.trainer
+        if recipe.model.dtype == "bfloat16" and trainer.zero_stage == 0:
+            raise ValueError(
+                "trainer.zero_stage: got 0 with model.dtype bfloat16, expected 1, 2 or 3: only they keep float32 weights and "
+                "accumulate gradients in float32 (stage 1 costs nothing, also on one rank)"
+            )
+        assert (rank, world_size) == (dist.get_rank(), dist.get_world_size()), "join the process group first"
+        self.recipe, self.model_path, self.rank, self.world_size = recipe, model_path, rank, world_size
+        self.policy = load_policy(model_path, recipe.model)
+        self.reference: Any = None
+        self.engine, *_ = deepspeed.initialize(
+            model=self.policy,
+            optimizer=build_adamw(self.policy),
+            config=deepspeed_config(recipe),
+            dist_init_required=False,
+        )
+        self.adamw = ShardedAdamW(self.engine)
+        self.phase: tuple[schema.Optimizer, int] | None = None
+        self._objective = Objective(recipe.algo, recipe.rollout.sampling.temperature)
+
+    def begin_phase(self, optimizer: schema.Optimizer, total_steps: int) -> None:
+        """Start over with the optimizer, not with the weights: moments, step count, schedule and hyperparameters.
+
+        ``total_steps`` counts optimizer steps (``algo.inner_steps`` a batch) and is where a decaying schedule ends.
+        """
+        self.phase = (optimizer, total_steps)
+        self.adamw.reset(optimizer)
+
+    def set_reference(self, path: Path | None = None) -> None:
+        """Freeze the KL reference: the model of a folder (``model.reference``, resolved), or the policy as it is now."""
+        reference = load_policy(path or self.model_path, self.recipe.model).requires_grad_(False)
+        if path is None:
+            for (name, frozen), trained in zip(reference.named_parameters(), self.policy.parameters(), strict=True):
+                with deepspeed.zero.GatheredParameters([trained]):
+                    assert frozen.shape == trained.shape, f"{name}: got {trained.shape}, expected {frozen.shape}"
+                    frozen.data.copy_(trained.data)
+        if self.recipe.trainer.zero_stage < 3:
+            self.reference = reference.to(device())
+        else:
+            config = deepspeed_config(self.recipe)
+            self.reference, *_ = deepspeed.initialize(model=reference, config=config, dist_init_required=False)
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        """All inner optimizer steps of a batch.  Returns global metrics, the same on every rank.
+
+        Raises FloatingPointError, naming the batch, if a loss or gradient norm is not finite: that step is then not
+        applied (earlier inner steps of the batch are), and the learner is to be restored from a checkpoint.
+        """
+        assert self.phase is not None, "begin_phase comes before train"
+        algo = self.recipe.algo
+        rows = [self._rows(samples) for samples in batch.minibatches]
+        anchors = [[self._anchors(row) for row in minibatch] for minibatch in rows]
+        parts: list[Metrics] = []
+        first_pass, ratio_tops, sums = dict.fromkeys(SUMS, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
+        for epoch in range(algo.epochs):
+            for index, (minibatch, fixed) in enumerate(zip(rows, anchors, strict=True)):
+                denominators = batch.rl_denominators[index], batch.ce_denominators[index]
+                sums, tops, metrics = self._step(minibatch, fixed, denominators, (batch.version, epoch, index))
+                parts.append(metrics)
+                if epoch == 0:
+                    first_pass = {name: first_pass[name] + sums[name] for name in SUMS}
+                    ratio_tops += tops
+        (ratio_max,) = all_reduced([torch.stack([top.cpu() for top in ratio_tops]).max()], dist.ReduceOp.MAX)
+        trained = algo.epochs * sum(len(sample.input_ids) for samples in batch.minibatches for sample in samples)
+        return {
+            **merge(parts),
+            **batch_metrics(first_pass, sums, ratio_max),
+            "time/train_tokens": Sum(trained),
+        }
+
+    def logprobs(self, samples: Sequence[TrainSample], which: Literal["policy", "reference"]) -> list[list[float]]:
+        """Log-probability of every response token at the sampling temperature, ``[sample][token]``, on every rank."""
+        assert which == "policy" or self.reference is not None, "set_reference comes before its log-probabilities"
+        model = self.engine if which == "policy" else self.reference
+        plan = partition(samples, self.world_size, self.recipe.trainer.max_tokens_per_microbatch)
+        mine: dict[int, list[float]] = {}
+        for indices in plan[self.rank]:
+            row = pack([samples[i] for i in indices]).to(device())
+            mine |= zip(indices, row.unpack(self._logprobs(model, row)), strict=True)
+        found = {index: values for part in all_gathered(mine) for index, values in part.items()}
+        return [found[i] for i in range(len(samples))]
+
+    def save(self, folder: Path) -> None:
+        """Write the whole state of training into ``folder``; see ``state``."""
+        state.save(self, folder)
+
+    def load(self, folder: Path) -> None:
+        """Continue, bit for bit, where ``save`` was called; on another number of ranks or ZeRO stage, to rounding."""
+        state.load(self, folder)
+
+    def _rows(self, samples: Sequence[TrainSample]) -> list[PackedRow]:
+        plan = partition(samples, self.world_size, self.recipe.trainer.max_tokens_per_microbatch)
+        return [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
+
+    def _anchors(self, row: PackedRow) -> Anchors:
+        return Anchors(
+            proximal_N=self._logprobs(self.engine, row) if self.recipe.algo.inner_steps > 1 else None,
+            reference_N=self._logprobs(self.reference, row) if self._objective.kl is not None else None,
+        )
+
+    def _step(
+        self,
+        rows: Sequence[PackedRow],
+        anchors: Sequence[Anchors],
+        denominators: tuple[float, float],
+        place: tuple[WeightVersion, int, int],
+    ) -> tuple[dict[str, float], list[Tensor], Metrics]:
+        """One optimizer step over this rank's rows: its global sums, this rank's largest ratios, and its metrics."""
+        assert self.phase is not None
+        rl_denominator, ce_denominator = denominators
+        contributions = []
+        for i, (row, fixed) in enumerate(zip(rows, anchors, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)
+            part = self._objective(
+                _logits(self.engine, row), row, fixed, rl_denominator=rl_denominator, ce_denominator=ce_denominator
+            )
+            self.engine.backward(part.loss * self.world_size)  # DeepSpeed averages over the ranks; the denominator is global
+            contributions.append((part.sums, part.ratio_max))
+        totals = all_reduced([torch.stack([sums[name].double() for sums, _ in contributions]).sum() for name in SUMS])
+        sums = dict(zip(SUMS, totals, strict=True))
+        where = "batch {}, epoch {}, mini-batch {}".format(*place)
+        if not all(math.isfinite(sums[term]) for term in TERMS):
+            raise FloatingPointError(f"{where}: loss is not finite ({', '.join(f'{t} {sums[t]}' for t in TERMS)})")
+        rate = learning_rate(self.phase[0], self.adamw.steps, self.phase[1])
+        try:
+            norm = self.adamw.step(rate)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{where}: {error}") from error
+        metrics = step_metrics(sums, with_kl=self._objective.kl is not None)
+        metrics |= {"loss/grad_norm": Mean(norm), "optim/lr": Last(rate)}
+        return sums, [top for _, top in contributions], metrics
+
+    @torch.no_grad()
+    def _logprobs(self, model: Any, row: PackedRow) -> Tensor:
+        logprobs_N, _ = selective_logprobs(_logits(model, row), row.targets_N, temperature=self._objective.temperature)
+        return logprobs_N
+
+
+def _logits(model: Any, row: PackedRow) -> Tensor:
+    """``[N, V]``, at the predicting positions only.
+
+    ``use_cache=False`` is what makes transformers see, by the restarting positions, that the row holds several sequences;
+    with a cache it would let them attend to each other without a word.
+    """
+    return model(
+        input_ids=row.input_ids_T[None],
+        position_ids=row.position_ids_T[None],
+        logits_to_keep=row.predicting_N,
+        use_cache=False,
+    ).logits[0]
+
+
+def deepspeed_config(recipe: schema.Recipe) -> dict[str, Any]:
+    """Steps are accumulated by hand (``set_gradient_accumulation_boundary``), so the configured micro-batch is 1 × 1."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": recipe.trainer.zero_stage, "reduce_bucket_size": 50_000_000},
+        "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**31,
+    }

