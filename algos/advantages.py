@@ -49,10 +49,9 @@ def batch_advantages(rewards_by_group: Sequence[Sequence[float]], *, kind: Kind,
     """
     _require_finite(rewards_by_group)
     advantages = [group_advantages(rewards_G, kind=kind, scale_by_std=scale_by_std) for rewards_G in rewards_by_group]
-    if kind != "reinforce" or not any(advantages):
-        return advantages
-    baseline = fmean(r for rewards_G in rewards_by_group for r in rewards_G)
-    return [[r - baseline for r in rewards_G] for rewards_G in advantages]
+    flat = [reward for rewards_G in rewards_by_group for reward in rewards_G]
+    baseline = fmean(flat) if kind == "reinforce" and flat else 0.0
+    return [[advantage - baseline for advantage in advantages_G] for advantages_G in advantages]
 
 
 def has_signal(rewards_G: Sequence[float], kind: Kind) -> bool:

@@ -47,26 +47,30 @@ class _SelectiveLogprobs(torch.autograd.Function):
             total_T += odds_TC.sum(dim=-1)
             # A token of probability 0 adds nothing to the entropy, but 0 × −inf would be NaN.
             moment_T += shifted_TC.clamp_(min=torch.finfo(dtype).min).mul_(odds_TC).sum(dim=-1)
-        logsumexp_T = top_T1.squeeze(-1) + total_T.log()
-        entropy_T = total_T.log() - moment_T / total_T
-        chosen_T = logits_TV.gather(-1, targets_T.unsqueeze(-1)).squeeze(-1).to(dtype) / temperature
-        ctx.save_for_backward(logits_TV, targets_T, logsumexp_T)
+        log_total_T = total_T.log()
+        entropy_T = log_total_T - moment_T / total_T
+        logprobs_T1 = _log_softmax(logits_TV.gather(-1, targets_T.unsqueeze(-1)), top_T1, log_total_T, temperature)
+        ctx.save_for_backward(logits_TV, targets_T, top_T1, log_total_T, logprobs_T1)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy_T)
-        return chosen_T - logsumexp_T, entropy_T
+        return logprobs_T1.squeeze(-1), entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor, _entropy_grad_T: Tensor) -> tuple[Tensor, None, None, None]:
         """d log p(y) / d logit_v = (1[v = y] − p(v)) / temperature."""
-        logits_TV, targets_T, logsumexp_T = ctx.saved_tensors
+        logits_TV, targets_T, top_T1, log_total_T, logprobs_T1 = ctx.saved_tensors
         scaled_T1 = (grad_T / ctx.temperature).unsqueeze(-1)
         grad_TV = torch.empty_like(logits_TV)
-        for start in range(0, logits_TV.shape[-1], ctx.chunk):
-            columns = slice(start, start + ctx.chunk)
-            prob_TC = (logits_TV[:, columns].to(grad_T.dtype) / ctx.temperature).sub_(logsumexp_T.unsqueeze(-1)).exp_()
-            grad_TV[:, columns] = prob_TC.mul_(-scaled_T1)
-        chosen_T1 = targets_T.unsqueeze(-1)
-        prob_T1 = (logits_TV.gather(-1, chosen_T1).to(grad_T.dtype) / ctx.temperature - logsumexp_T.unsqueeze(-1)).exp_()
-        grad_TV.scatter_(-1, chosen_T1, (scaled_T1 * (1 - prob_T1)).to(grad_TV.dtype))
-        return grad_TV, None, None, None
+        for logits_TC, grad_TC in zip(logits_TV.split(ctx.chunk, dim=-1), grad_TV.split(ctx.chunk, dim=-1), strict=True):
+            grad_TC.copy_(_log_softmax(logits_TC, top_T1, log_total_T, ctx.temperature).exp_().mul_(-scaled_T1))
+        at_target_T1 = scaled_T1 * -logprobs_T1.expm1()
+        return grad_TV.scatter_(-1, targets_T.unsqueeze(-1), at_target_T1.to(grad_TV.dtype)), None, None, None
+
+
+def _log_softmax(logits_TC: Tensor, top_T1: Tensor, log_total_T: Tensor, temperature: float) -> Tensor:
+    """Of some columns, given their row's maximum and log Σ exp(· − maximum).
+
+    The maximum goes first: their sum, the log-sum-exp, would round away the digits that matter when logits are large.
+    """
+    return (logits_TC.to(top_T1.dtype) / temperature).sub_(top_T1).sub_(log_total_T.unsqueeze(-1))

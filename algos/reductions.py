@@ -35,7 +35,7 @@ def token_weights(mode: Mode, masks: Sequence[Sequence[bool]], *, max_tokens: in
     if not any(counts):
         return [[0.0] * len(mask) for mask in masks], 0.0
     shares = [1 / count if mode == "sequence_mean" and count else 1.0 for count in counts]
-    weights = [[share if counts_here else 0.0 for counts_here in mask] for share, mask in zip(shares, masks, strict=True)]
+    weights = [[share if kept else 0.0 for kept in mask] for share, mask in zip(shares, masks, strict=True)]
     denominators = {
         "token_mean": sum(counts),
         "sequence_mean": sum(count > 0 for count in counts),
