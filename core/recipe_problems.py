@@ -1,19 +1,21 @@
-"""What pydantic and OmegaConf found wrong with a recipe, in words that say how to fix it."""
+"""What pydantic found wrong with a recipe, in words that say how to fix it."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
 from slipstream.core.schema import Recipe
 
+M = TypeVar("M", bound=BaseModel)
 _EXPECTED = {
     "string_type": "text",
     "int_type": "an integer",
@@ -37,19 +39,31 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, str]) -> str:
     return ""
 
 
-def explain(error: ErrorDetails, places: Mapping[KeyPath, str]) -> tuple[KeyPath, Problem]:
-    """One error of pydantic as a problem, with the path of the key that has to change."""
+def explain(error: ErrorDetails, places: Mapping[KeyPath, str], root: type[BaseModel] = Recipe) -> tuple[KeyPath, Problem]:
+    """One error of pydantic about a ``root`` as a problem, with the path of the key that has to change."""
     path: KeyPath = error["loc"]
     kind, got = error["type"], error["input"]
     if kind == "missing":
-        text = _missing(path)
+        text = _missing(path, root)
     elif kind == "extra_forbidden":
-        text = f"unknown key; {_suggestion(path)}"
+        text = f"unknown key; {_suggestion(path, root)}"
     elif kind == "value_error":
-        path, text = _broken_rule(path, str(error["ctx"]["error"]))
+        path, text = _broken_rule(path, str(error["ctx"]["error"]), root)
     else:
         text = f"got {_show(got)}, expected {_expected(error)}{_hint(kind, got)}"
     return path, Problem(dotted(path), place_of(path, places), text)
+
+
+def options_of(model: type[M], options: Mapping[str, Any], key: str) -> M:
+    """Free-form options of the recipe (``data.options``) as what their source or grader understands.
+
+    Raises ValueError with every problem, in the loader's words.
+    """
+    try:
+        return model.model_validate_json(json.dumps(options))
+    except ValidationError as error:
+        found = [explain(detail, {}, model)[1] for detail in error.errors(include_url=False)]
+        raise ValueError("\n".join(f"{key}.{problem}" for problem in found)) from None
 
 
 def _expected(error: ErrorDetails) -> str:
@@ -96,26 +110,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _missing(path: KeyPath) -> str:
-    model = _model_at(path[:-1])
+def _missing(path: KeyPath, root: type[BaseModel]) -> str:
+    model = _model_at(path[:-1], root)
     about = model.model_fields[str(path[-1])].description if model else None
     return f"missing; add `{path[-1]}: …`" + (f" ({about})" if about else "")
 
 
-def _broken_rule(path: KeyPath, message: str) -> tuple[KeyPath, str]:
+def _broken_rule(path: KeyPath, message: str, root: type[BaseModel]) -> tuple[KeyPath, str]:
     """A rule's message starts with the field it is about: ``estimator: k1 in the loss …``."""
     name, colon, rest = message.partition(": ")
-    model = _model_at(path)
+    model = _model_at(path, root)
     return ((*path, name), rest) if colon and model and name in model.model_fields else (path, message)
 
 
-def _suggestion(path: KeyPath) -> str:
+def _suggestion(path: KeyPath, root: type[BaseModel]) -> str:
     """The key that was meant: one of this section, or the same name elsewhere in the recipe."""
-    model, key = _model_at(path[:-1]), str(path[-1])
+    model, key = _model_at(path[:-1], root), str(path[-1])
     here = sorted(model.model_fields) if model else []
     if near := difflib.get_close_matches(key, here, 1):
         return f"did you mean `{near[0]}`?"
-    everywhere = [known for known in _all_keys(Recipe) if known.rsplit(".", 1)[-1] == key]
+    everywhere = [known for known in _all_keys(root) if known.rsplit(".", 1)[-1] == key]
     if everywhere:
         return f"did you mean `{'` or `'.join(everywhere[:3])}`?"
     return f"known here: {', '.join(here)}"
@@ -128,9 +142,9 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _model_at(path: KeyPath) -> type[BaseModel] | None:
+def _model_at(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
     """The schema of the section at ``path`` (list positions are skipped)."""
-    model: type[BaseModel] | None = Recipe
+    model: type[BaseModel] | None = root
     for part in path:
         if isinstance(part, str):
             known = model.model_fields.get(part) if model else None

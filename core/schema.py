@@ -68,7 +68,9 @@ class RewardPart(Section):
 
 class Reward(Section):
     parts: Annotated[list[RewardPart], Field(min_length=1)] = Field(default_factory=lambda: [RewardPart(function="exact")])
-    timeout_s: Rate = Field(30.0, description="wall clock for grading one group; beyond it the group counts as failed")
+    timeout_s: Rate = Field(
+        30.0, description="wall clock of one reward function on one group; beyond it the group counts as failed"
+    )
     workers: Positive = Field(2, description="processes for graders that need one (math)")
 
     @model_validator(mode="after")
@@ -143,6 +145,7 @@ class Sampling(Section):
     temperature: Rate = 1.0
     max_tokens: Positive = 1024
     stop: list[str] = Field(default_factory=list)
+    seeded: bool = Field(False, description="a random stream per sample, the same in every run; costs some throughput")
 
 
 class Rollout(Section):

@@ -1,0 +1,182 @@
+"""Rewards: from a group's responses to their scores, each part logged by name.
+
+``exact`` runs in this process; ``regex``, ``math``, ``reasoning_gym`` and the user's ``module:function`` run in worker
+processes with a wall clock.  What cannot be graded fails its group: a fault is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from slipstream.core.recipe_problems import options_of
+from slipstream.core.records import Task, Trajectory
+from slipstream.core.schema import Reward, RewardPart, Section
+from slipstream.rollout.graders import Grader, GraderPool, GradingError
+
+__all__ = ["GradingError", "Rewards"]
+
+
+class _Exact(Section):
+    after: str | None = Field(None, min_length=1, description="the answer is what follows the last occurrence of this text")
+    require_eos: bool = Field(True, description="a response that was cut off is wrong")
+
+
+class _Regex(Section):
+    pattern: str = Field(description="with one group, which is compared with the answer; the last match counts")
+    require_eos: bool = False
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"got {pattern!r}, which is no regular expression ({error})") from None
+        if groups != 1:
+            raise ValueError(f"got {pattern!r} with {groups} groups, expected exactly one; (?:…) groups without capturing")
+        return pattern
+
+
+class _RequireEos(Section):
+    require_eos: bool = False
+
+
+_OPTIONS: dict[str, type[Section]] = {"exact": _Exact, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class Rewards:
+    """Grades groups.  ``search_path`` is the recipe's directory: user functions may stand in a file beside the recipe."""
+
+    def __init__(self, reward: Reward, search_path: Path | None = None) -> None:
+        """Raises ValueError for an unknown function or options that it does not have, all at once."""
+        problems: list[str] = []
+        self._parts: list[tuple[RewardPart, Any]] = []
+        for index, part in enumerate(reward.parts):
+            try:
+                self._parts.append((part, _options(part, f"reward.parts[{index}]")))
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        graders = [_grader(part, options) for part, options in self._parts if part.function != "exact"]
+        self._pool = None
+        if graders:
+            self._pool = GraderPool(graders, workers=reward.workers, timeout_s=reward.timeout_s, search_path=search_path)
+
+    async def start(self, first: Task | None = None) -> None:
+        """Start a worker and look at one task.
+
+        Raises ValueError if a user's function cannot be imported, or ``first`` lacks what the functions compare with.
+        """
+        if first is not None:
+            for part, _ in self._parts:
+                if part.function in ("exact", "regex", "math") and first.answer is None:
+                    raise ValueError(
+                        f"reward {part.function}: tasks of {first.source} have no answer to compare with; set "
+                        f"data.answer_column to one of the columns {sorted(first.columns)}, or use another reward function"
+                    )
+                if part.function == "reasoning_gym" and "entry" not in first.columns:
+                    raise ValueError(f"reward reasoning_gym: got the source {first.source}, expected reasoning_gym:<dataset>")
+        if self._pool:
+            await self._pool.start()
+
+    async def grade(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The siblings with ``rewards`` (each part, unweighted) and ``reward`` (the weighted sum).
+
+        Raises GradingError, so that the group fails and is counted, if a function raises, hangs, dies or returns anything
+        but one finite number (or None: not applicable) per sibling.
+        """
+        columns = [(part, await self._scores(part, options, task, trajectories)) for part, options in self._parts]
+        return [
+            _with_rewards(trajectory, [(part, scores[i]) for part, scores in columns])
+            for i, trajectory in enumerate(trajectories)
+        ]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool:
+            self._pool.close()
+
+    async def _scores(
+        self, part: RewardPart, options: Any, task: Task, trajectories: Sequence[Trajectory]
+    ) -> list[float | None]:
+        built_in = part.function in _OPTIONS
+        scores: list[float | None]
+        if part.function == "exact":
+            scores = [_exact(task, trajectory.text, options) for trajectory in trajectories]
+        else:
+            assert self._pool is not None
+            scores = await self._pool.grade(part.function, _arguments(task, trajectories, plain=built_in))
+        _check(part.function, scores, len(trajectories))
+        if built_in and options.require_eos:
+            return [score if _complete(trajectory) else 0.0 for score, trajectory in zip(scores, trajectories, strict=True)]
+        return scores
+
+
+def _options(part: RewardPart, key: str) -> Any:
+    if model := _OPTIONS.get(part.function):
+        return options_of(model, part.options, f"{key}.options")
+    if not _DOTTED.fullmatch(part.function):
+        near = difflib.get_close_matches(part.function, _OPTIONS, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{key}.function: got {part.function!r}, expected {', '.join(_OPTIONS)} or module:function{meant}")
+    return part.options
+
+
+def _grader(part: RewardPart, options: Any) -> Grader:
+    fixed = {"pattern": options.pattern} if part.function == "regex" else {} if part.function in _OPTIONS else part.options
+    return Grader(part.function, fixed)
+
+
+def _exact(task: Task, text: str, options: _Exact) -> float:
+    if task.answer is None:
+        raise GradingError("exact/no_answer", f"task {task.id} has no answer to compare with")
+    if options.after is not None:
+        _, found, text = text.rpartition(options.after)
+        if not found:
+            return 0.0
+    return float(text.strip() == task.answer.strip())
+
+
+def _complete(trajectory: Trajectory) -> bool:
+    """The policy ended the response itself, by EOS or a stop string."""
+    return trajectory.status in ("eos", "stop")
+
+
+def _arguments(task: Task, trajectories: Sequence[Trajectory], plain: bool) -> dict[str, Any]:
+    """Keyword arguments as TRL's trainers pass them: lists over the siblings; chats get chat completions (``plain``: text)."""
+    size = len(trajectories)
+    messages = [message for message in task.prompt if isinstance(message, Mapping)]
+    chat = bool(messages) and not plain
+    columns = {name: [value] * size for name, value in task.columns.items()}
+    if task.answer is not None:
+        columns["answer"] = [task.answer] * size
+    return {
+        **columns,
+        "prompts": [[dict(message) for message in messages] if chat else task.prompt] * size,
+        "completions": [[{"role": "assistant", "content": t.text}] if chat else t.text for t in trajectories],
+        "completion_ids": [list(t.token_ids) for t in trajectories],
+    }
+
+
+def _check(function: str, scores: Sequence[float | None], size: int) -> None:
+    if len(scores) != size:
+        raise GradingError(f"{function}/wrong_length", f"got {len(scores)} scores, expected {size}")
+    for score in scores:
+        if score is not None and not math.isfinite(score):
+            raise GradingError(f"{function}/not_finite", f"got {score}, expected finite numbers")
+
+
+def _with_rewards(trajectory: Trajectory, scores: Sequence[tuple[RewardPart, float | None]]) -> Trajectory:
+    rewards = {part.function: score for part, score in scores if score is not None}
+    total = sum(part.weight * score for part, score in scores if score is not None)
+    return replace(trajectory, reward=total, rewards=rewards)
