@@ -6,11 +6,12 @@ A batch is a few optimizer steps; ranks and micro-batches are how a step is cut 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +20,8 @@ from slipstream.algos.logprobs import selective_logprobs
 from slipstream.core import schema
 from slipstream.core.metrics import Last, Mean, Metrics, Sum, merge
 from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
-from slipstream.trainer import state
+from slipstream.core.weights import Bucket
+from slipstream.trainer import publisher, state
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
 from slipstream.trainer.model import load_policy
 from slipstream.trainer.objective import SUMS, TERMS, Anchors, Objective, batch_metrics, step_metrics
@@ -43,6 +45,7 @@ class Learner:
         assert (rank, world_size) == (dist.get_rank(), dist.get_world_size()), "join the process group first"
         self.recipe, self.model_path, self.rank, self.world_size = recipe, model_path, rank, world_size
         self.policy = load_policy(model_path, recipe.model)
+        publisher.engine_specs(self.policy)  # a model that could not be published is refused now, not after the first step
         self.reference: Any = None
         self.engine, *_ = deepspeed.initialize(
             model=self.policy,
@@ -115,6 +118,10 @@ class Learner:
             mine |= zip(indices, row.unpack(self._logprobs(model, row)), strict=True)
         found = {index: values for part in all_gathered(mine) for index, values in part.items()}
         return [found[i] for i in range(len(samples))]
+
+    def buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, np.ndarray[Any, Any], int]]:
+        """The policy's weights for the engines; see ``publisher.buckets``."""
+        return publisher.buckets(self.policy, bucket_bytes)
 
     def save(self, folder: Path) -> None:
         """Write the whole state of training into ``folder``; see ``state``."""
