@@ -65,6 +65,11 @@ class Flow:
         """Groups that can still end up in a batch."""
         return len(self.in_flight) + len(self.ready)
 
+    @property
+    def exhausted(self) -> bool:
+        """No batch will come any more: nothing is dispatched, in flight or ready."""
+        return self._closed and not self.live
+
     def close(self) -> None:
         self._closed = True
 
@@ -72,12 +77,21 @@ class Flow:
 
     def dispatch(self, group_id: str, samples: int) -> WeightVersion:
         """Take a slot; the group counts as of the newest confirmed version until its tokens are known."""
+        self.ledger.dispatch(samples)
+        return self.redispatch(group_id, samples)
+
+    def redispatch(self, group_id: str, samples: int) -> WeightVersion:
+        """``dispatch`` for a group that the ledger counts as in flight already: its attempt was interrupted."""
         assert self.free > 0, f"no free slot for {group_id}: {self.held} of {self.slots} held"
         assert group_id not in self.in_flight and group_id not in self.ready, f"{group_id} is live already"
         self.in_flight[group_id] = Flight(self.confirmed, samples, self._order)
         self._order += 1
-        self.ledger.dispatch(samples)
         return self.confirmed
+
+    def restore(self, group: Group) -> None:
+        """A ready group from a checkpoint, which the ledger counts as ready already; it holds a slot again."""
+        self.ready[group.task.id] = (group, self._order)
+        self._order += 1
 
     def finish(self, group: Group) -> None:
         """All siblings are complete and graded."""

@@ -53,7 +53,10 @@ class Engine:
         self._slots = asyncio.Semaphore(rollout.max_num_seqs)
         self._admission = asyncio.Lock()
         self._failure: BaseException | None = None
+        self._busy_since: float | None = None
+        self._busy_s = 0.0
         self.version = version
+        self.admitted: dict[str, WeightVersion] = {}
         self.sampled_tokens = 0
 
     @classmethod
@@ -86,7 +89,7 @@ class Engine:
         """
         params = self._params(seed, min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens))
         async with self._slots:
-            collector, admitted = await self._admit(prompt_ids, request_id, params)
+            collector = await self._admit(prompt_ids, request_id, params)
             try:
                 output = await self._guard(collector.get())
                 while not output.finished:
@@ -95,17 +98,31 @@ class Engine:
                 await self._llm.abort(collector.request_id, internal=True)
                 raise
             finally:
-                collector.close()
+                admitted = self._release(request_id)
         completion = output.outputs[0]
         self.sampled_tokens += len(completion.token_ids)
         return self._completion(completion, admitted)
 
-    async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> tuple[Any, WeightVersion]:
+    async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> Any:
         async with self._admission:
             self._check_alive()
             prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self.version)}
             collector = await self._guard(self._llm.add_request(request_id, prompt, params))  # type: ignore[arg-type]
-            return collector, self.version
+            self.admitted[request_id] = self.version
+            self._busy_since = self._busy_since or time.perf_counter()
+            return collector
+
+    def _release(self, request_id: str) -> WeightVersion:
+        admitted = self.admitted.pop(request_id)
+        if not self.admitted and self._busy_since is not None:
+            self._busy_s += time.perf_counter() - self._busy_since
+            self._busy_since = None
+        return admitted
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one request inside vLLM, since the start."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._busy_since is not None else 0.0)
 
     def _params(self, seed: int | None, max_tokens: int) -> SamplingParams:
         stop = list(self._sampling.stop)

@@ -1,0 +1,182 @@
+"""The Ray actors: thin shells that put an engine or a learner rank into a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from slipstream.core.metrics import Metrics
+from slipstream.core.records import Group, Task, TrainBatch, TrainSample, WeightVersion
+from slipstream.core.schema import Optimizer, Recipe
+from slipstream.core.weights import Bucket
+
+if TYPE_CHECKING:
+    from slipstream.rollout.engine import CommitTimes
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+"""Of every actor's process.  One thread each: several processes that share cores with more threads wait for one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Where a run lives: a name for its shared memory, its folder for logs, and where user functions may stand."""
+
+    run_id: str
+    logs: str
+    search_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine's start: sampled tokens, and seconds with at least one request inside vLLM."""
+
+    sampled_tokens: int
+    busy_s: float
+
+
+@ray.remote(max_concurrency=100_000)
+class RolloutActor:
+    """One engine, its grader and its share of the weight traffic.  Its methods run side by side on one event loop."""
+
+    async def start(self, recipe: Recipe, model_path: str, index: int, place: RunPlace, version: WeightVersion) -> str:
+        """Load everything; returns the id of the node, since weights are staged once per node."""
+        redirect_output(Path(place.logs) / f"engine-{index}.log")
+        from slipstream.rollout.engine import Engine
+        from slipstream.rollout.environment import PromptEncoder
+        from slipstream.rollout.groups import GroupSampler
+        from slipstream.rollout.rewards import Rewards
+        from slipstream.rollout.weights import Stager
+        from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer
+
+        path = Path(model_path)
+        limit = recipe.model.max_length or context_length(path)
+        self._engine = await Engine.start(
+            path,
+            model=recipe.model,
+            rollout=recipe.rollout,
+            max_length=limit,
+            eos_ids=eos_token_ids(path),
+            seed=(recipe.seed * 1_000_003 + version.attempt * 1009 + index) % 2**31,
+            version=version,
+        )
+        sampling = recipe.rollout.sampling
+        self._groups = GroupSampler(
+            self._engine,
+            PromptEncoder(load_tokenizer(path)).decode,
+            Rewards(recipe.reward, Path(place.search_path)),
+            seed=recipe.seed if sampling.seeded else None,
+            max_tokens=sampling.max_tokens,
+            max_length=limit,
+        )
+        self._stager = Stager(place.run_id)
+        return ray.get_runtime_context().get_node_id()
+
+    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
+        return await self._groups.sample(task, prompt_ids, dispatched, size)
+
+    async def abort_before(self, oldest: WeightVersion) -> None:
+        self._groups.abort_before(oldest)
+
+    async def stage(self, version: str, bucket: Bucket, data: np.ndarray, crc32: int) -> None:
+        """Lay one bucket into this node's shared memory, beside the generation (on a thread)."""
+        await asyncio.to_thread(self._stager.put, version, bucket, data, crc32)
+
+    async def complete(self, version: str, buckets: int) -> Any:
+        return self._stager.complete(version, buckets)
+
+    async def commit(self, version: WeightVersion, staged: Any) -> CommitTimes:
+        return await self._engine.commit(version, staged)
+
+    async def discard(self, version: str) -> None:
+        self._stager.discard(version)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self._engine.sampled_tokens, self._engine.busy_s)
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def stop(self) -> None:
+        self._stager.close()
+        self._engine.shutdown()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@ray.remote
+class LearnerActor:
+    """One rank of the learner.  Calls run one after the other, so a publication always ends before the next step."""
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 will listen: this node's address and a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, recipe: Recipe, model_path: str, rank: int, place: RunPlace, address: tuple[str, int]) -> None:
+        redirect_output(Path(place.logs) / f"learner-{rank}.log")
+        from slipstream.trainer.distributed import join
+        from slipstream.trainer.learner import Learner
+
+        join(rank, recipe.trainer.ranks, *address, timeout_s=recipe.cluster.start_timeout_s)
+        self._bucket_bytes = int(recipe.trainer.bucket_mib * 2**20)
+        self._learner = Learner(recipe, Path(model_path), rank, recipe.trainer.ranks)
+
+    def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
+        self._learner.begin_phase(optimizer, total_steps)
+
+    def set_reference(self) -> None:
+        self._learner.set_reference()
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        return self._learner.train(batch)
+
+    def reference_logprobs(self, samples: list[TrainSample]) -> list[list[float]]:
+        return self._learner.logprobs(samples, "reference")
+
+    def publish(self) -> Iterator[tuple[Bucket, np.ndarray, int]]:
+        """The weights as buckets, one at a time; ranks other than 0 take part in the gathers and yield nothing."""
+        yield from self._learner.buckets(self._bucket_bytes)
+
+    def save(self, folder: str) -> None:
+        self._learner.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        self._learner.load(Path(folder))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's output, and that of the processes it starts, to ``path``; elsewhere it stays in Ray's own logs.
+
+    A node that does not share the run's directory has no such folder, and then nothing changes.
+    """
+    if not path.parent.is_dir():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,237 @@
+"""From groups to a batch: advantages, the stale mask, the reduction, and what the batch says about itself.
+
+The learner is blind to the algorithm; everything that distinguishes one from another is stamped on the tokens here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from slipstream.algos.advantages import batch_advantages
+from slipstream.algos.reductions import token_weights
+from slipstream.core.metrics import Histogram, Max, Mean, Metrics, Sum
+from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
+from slipstream.core.schema import Algo, Recipe
+
+QUARTERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A batch for the learner, its line in ``metrics.jsonl``, and one record per sample for ``samples.jsonl``."""
+
+    batch: TrainBatch
+    metrics: Metrics
+    records: list[dict[str, Any]]
+
+
+def assemble(
+    groups: Sequence[Group], version: WeightVersion, recipe: Recipe, kl_of_sample: Mapping[str, float] | None = None
+) -> Assembled:
+    """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
+
+    ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
+    """
+    algo, bound = recipe.algo, recipe.schedule.max_staleness
+    if kl_of_sample is not None:
+        groups = [_penalised(group, algo.kl.coefficient, kl_of_sample) for group in groups]
+    rewards = [[t.reward for t in group.trajectories] for group in groups]
+    advantages = batch_advantages(rewards, kind=algo.name, scale_by_std=algo.scale_by_std)  # type: ignore[arg-type]
+    parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
+    minibatches: list[tuple[TrainSample, ...]] = []
+    denominators: list[float] = []
+    records: list[dict[str, Any]] = []
+    for part in parts:
+        pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
+        masks = [loss_mask(t, version, bound) for _, t, _ in pairs]
+        weights, denominator = token_weights(algo.reduction, masks, max_tokens=recipe.rollout.sampling.max_tokens)
+        kept = [(t, a, w) for (_, t, a), w, mask in zip(pairs, weights, masks, strict=True) if any(mask)]
+        minibatches.append(tuple(_rl_sample(t, a, w) for t, a, w in kept))
+        denominators.append(denominator)
+        records += [sample_record(g, t, a, w, version) for (g, t, a), w in zip(pairs, weights, strict=True)]
+    batch = TrainBatch(
+        version=version,
+        minibatches=tuple(minibatches),
+        rl_denominators=tuple(denominators),
+        ce_denominators=(0.0,) * len(minibatches),
+    )
+    return Assembled(batch, {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}, records)
+
+
+def assemble_demonstrations(
+    demonstrations: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], version: WeightVersion, minibatches: int = 1
+) -> TrainBatch:
+    """A batch of pure cross-entropy from (id, prompt ids, completion ids); the mean is over completion tokens."""
+    parts = _split(list(demonstrations), minibatches)
+    return TrainBatch(
+        version=version,
+        minibatches=tuple(tuple(_ce_sample(*demonstration) for demonstration in part) for part in parts),
+        rl_denominators=(0.0,) * len(parts),
+        ce_denominators=tuple(float(sum(len(completion) for _, _, completion in part)) for part in parts),
+    )
+
+
+def loss_mask(trajectory: Trajectory, version: WeightVersion, bound: int) -> list[bool]:
+    """Action and not stale, per response token [L]: invariant 1 of the design."""
+    return [
+        mine and version.batch - sampled.batch <= bound
+        for mine, sampled in zip(trajectory.loss_mask, trajectory.policy_versions, strict=True)
+    ]
+
+
+def _split(items: list[Any], parts: int) -> list[list[Any]]:
+    """Contiguous parts whose sizes differ by one at most; never an empty one."""
+    parts = min(parts, len(items))
+    bounds = [round(i * len(items) / parts) for i in range(parts + 1)]
+    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _penalised(group: Group, coefficient: float, kl_of_sample: Mapping[str, float]) -> Group:
+    trajectories = tuple(
+        replace(t, reward=t.reward - coefficient * kl_of_sample[t.sample_id], rewards={**t.rewards, "kl": kl_of_sample[t.sample_id]})
+        for t in group.trajectories
+    )
+    return replace(group, trajectories=trajectories)
+
+
+def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float]) -> TrainSample:
+    length = len(trajectory.token_ids)
+    return TrainSample(
+        sample_id=trajectory.sample_id,
+        input_ids=trajectory.prompt_ids + trajectory.token_ids,
+        prompt_length=len(trajectory.prompt_ids),
+        rl=tuple(weights),
+        ce=(0.0,) * length,
+        advantages=(advantage,) * length,
+        behaviour_logprobs=trajectory.behaviour_logprobs,
+    )
+
+
+def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> TrainSample:
+    zeros = (0.0,) * len(completion_ids)
+    return TrainSample(
+        sample_id=sample_id,
+        input_ids=prompt_ids + completion_ids,
+        prompt_length=len(prompt_ids),
+        rl=zeros,
+        ce=(1.0,) * len(completion_ids),
+        advantages=zeros,
+        behaviour_logprobs=zeros,
+    )
+
+
+def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
+    """Whole trajectories with no weights yet, for scoring by the reference."""
+    return [_rl_sample(t, 0.0, (0.0,) * len(t.token_ids)) for group in groups for t in group.trajectories]
+
+
+def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
+    """k1 of each sample under the policy that sampled it: Σ over its own tokens of (log π_b − log π_ref)."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return {
+        t.sample_id: sum(
+            behaviour - ref
+            for behaviour, ref, mine in zip(t.behaviour_logprobs, reference, t.loss_mask, strict=True)
+            if mine
+        )
+        for t, reference in zip(trajectories, reference_logprobs, strict=True)
+    }
+
+
+def sample_record(
+    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion
+) -> dict[str, Any]:
+    """One line of ``samples.jsonl``; per-token values that repeat are run-length spans [value, start, end]."""
+    prompt = group.task.prompt
+    return {
+        "batch": version.batch + 1,
+        "assembled_at": str(version),
+        "sample_id": trajectory.sample_id,
+        "group_id": group.task.id,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "prompt_ids": list(trajectory.prompt_ids),
+        "token_ids": list(trajectory.token_ids),
+        "text": trajectory.text,
+        "loss_mask": _runs(trajectory.loss_mask, int),
+        "versions": [[str(v), a, b] for v, a, b in spans_of(trajectory.policy_versions)],
+        "kv_versions": [[str(v), a, b] for v, a, b in spans_of(trajectory.kv_versions)],
+        "weights": _runs(weights, float),
+        "behaviour_logprobs": [round(x, 7) for x in trajectory.behaviour_logprobs],
+        "reward": trajectory.reward,
+        "rewards": dict(trajectory.rewards),
+        "advantage": advantage,
+        "status": trajectory.status,
+        "outcome": "trained" if any(weights) else "stale",
+    }
+
+
+def _runs(values: Sequence[Any], cast: Callable[[Any], Any]) -> list[list[Any]]:
+    runs, start = [], 0
+    for value, run in groupby(values):
+        end = start + sum(1 for _ in run)
+        runs.append([cast(value), start, end])
+        start = end
+    return runs
+
+
+def reward_metrics(groups: Sequence[Group]) -> Metrics:
+    """``reward/*`` and ``response/*`` of the groups of one batch."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    n = len(trajectories)
+    parts = sorted({name for t in trajectories for name in t.rewards})
+    spread = [max(r) - min(r) for r in ([t.reward for t in g.trajectories] for g in groups)]
+    return {
+        "reward/mean": _mean([t.reward for t in trajectories]),
+        "reward/group_spread": _mean(spread),
+        **{f"reward/{name}": _mean([t.rewards[name] for t in trajectories if name in t.rewards]) for name in parts},
+        "response/length_mean": _mean([len(t.token_ids) for t in trajectories]),
+        "response/length_max": Max(max((len(t.token_ids) for t in trajectories), default=0)),
+        "response/truncated_frac": Mean(sum(t.status == "length" for t in trajectories) / n, n),
+        "response/eos_frac": Mean(sum(t.status == "eos" for t in trajectories) / n, n),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: int) -> Metrics:
+    """``staleness/*``: lags in committed batches, over the tokens that the policy wrote."""
+    lags: Counter[int] = Counter()
+    kv_lags: list[int] = []
+    masked = [Mean(0.0, 0.0)] * QUARTERS
+    for trajectory in (t for group in groups for t in group.trajectories):
+        length = len(trajectory.token_ids)
+        for i, (mine, sampled, kv) in enumerate(
+            zip(trajectory.loss_mask, trajectory.policy_versions, trajectory.kv_versions, strict=True)
+        ):
+            if mine:
+                lag = version.batch - sampled.batch
+                lags[lag] += 1
+                kv_lags.append(version.batch - kv.batch)
+                quarter = i * QUARTERS // length
+                masked[quarter] = masked[quarter].merge(Mean(float(lag > bound)))
+    tokens = sum(lags.values())
+    trajectories = [t for group in groups for t in group.trajectories if t.policy_versions]
+    return {
+        "staleness/token_mean": Mean(sum(lag * n for lag, n in lags.items()) / max(tokens, 1), tokens),
+        "staleness/token_max": Max(max(lags, default=0)),
+        "staleness/trained_token_max": Max(max((lag for lag in lags if lag <= bound), default=0)),
+        "staleness/token_hist": Histogram(dict(sorted(lags.items()))),
+        "staleness/sample_oldest_max": Max(max((version.batch - min(t.policy_versions).batch for t in trajectories), default=0)),
+        "staleness/kv_mean": _mean(kv_lags),
+        "staleness/versions_per_sample": _mean([len(set(t.policy_versions)) for t in trajectories]),
+        "staleness/versions_per_sample_max": Max(max((len(set(t.policy_versions)) for t in trajectories), default=0)),
+        "staleness/masked_frac": Mean(sum(n for lag, n in lags.items() if lag > bound) / max(tokens, 1), tokens),
+        **{f"staleness/masked_frac_q{q + 1}": masked[q] for q in range(QUARTERS)},
+        "staleness/masked_tokens": Sum(sum(n for lag, n in lags.items() if lag > bound)),
+    }
+
+
+def _mean(numbers: Sequence[float]) -> Mean:
+    return Mean(sum(numbers) / len(numbers), len(numbers)) if numbers else Mean(0.0, 0.0)
+
+
+def is_rl(algo: Algo) -> bool:
+    """Whether the recipe needs rollouts at all."""
+    return algo.name != "sft"

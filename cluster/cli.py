@@ -1,0 +1,205 @@
+"""The command ``slipstream``.  Nothing heavy is imported before it is needed, so ``validate`` and ``--help`` answer at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="slipstream",
+    help="RL post-training and on-policy distillation of language models with asynchronous rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+out = Console()
+err = Console(stderr=True)
+
+RUNS = Path("runs")
+USER_ERROR, RUN_ERROR = 2, 1
+RecipeFiles = Annotated[list[str], typer.Argument(metavar="RECIPE... [a.b=c ...]", help="YAML files, merged left to right, then overrides")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart")]
+
+
+def main() -> None:
+    """Entry point: a mistake of the user's is a message and exit code 2, a run that failed is exit code 1."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except ValueError as mistake:
+        err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False)
+        sys.exit(USER_ERROR)
+    except RuntimeError as failure:
+        err.print(f"[bold red]failed:[/] {_plain(failure)}", highlight=False)
+        sys.exit(RUN_ERROR)
+
+
+def _plain(message: object) -> str:
+    from rich.markup import escape
+
+    return escape(str(message))
+
+
+def _recipe(arguments: list[str]) -> tuple[Any, Path]:
+    """The recipe of files and overrides, and the directory of the last file (where user functions may stand)."""
+    from slipstream.core.recipe import load_recipe
+
+    files = [Path(a) for a in arguments if "=" not in a]
+    return load_recipe(files, [a for a in arguments if "=" in a]), files[-1].resolve().parent if files else Path.cwd()
+
+
+@app.command()
+def validate(recipe: RecipeFiles) -> None:
+    """Check a recipe: every mistake at once, in under two seconds, with nothing started.
+
+    [dim]slipstream validate recipes/quickstart.yaml schedule.steps=20[/]
+    """
+    found, _ = _recipe(recipe)
+    out.print(f"[green]valid[/]: {found.name}, {found.algo.name} on {found.data.source}, {found.schedule.steps} steps")
+
+
+@app.command()
+def run(
+    recipe: RecipeFiles,
+    runs: Annotated[Path, typer.Option(help="where run directories are made")] = RUNS,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no live display")] = False,
+) -> None:
+    """Train as a recipe says.
+
+    [dim]slipstream run recipes/quickstart.yaml
+    slipstream run recipes/quickstart.yaml name=sync schedule.max_staleness=0[/]
+    """
+    from slipstream.core.rundir import RunDirectory
+
+    found, search_path = _recipe(recipe)
+    directory = RunDirectory.create(runs, found)
+    directory.close()
+    _launch_and_tell(found, directory.path, resume=False, search_path=search_path, quiet=quiet)
+
+
+@app.command()
+def resume(
+    path: RunPath,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no live display")] = False,
+) -> None:
+    """Go on with a run from its last checkpoint; overrides may extend it.
+
+    [dim]slipstream resume runs/quickstart
+    slipstream resume runs/quickstart schedule.steps=200[/]
+    """
+    from slipstream.core.rundir import RunDirectory
+
+    with RunDirectory.open(path) as directory:
+        found = directory.recipe(overrides or [])
+        starts = [e for e in directory.read("events").records if e["kind"] == "start"]
+    search_path = Path(starts[-1]["search_path"]) if starts else Path.cwd()
+    _launch_and_tell(found, path, resume=True, search_path=search_path, quiet=quiet)
+
+
+def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path, quiet: bool) -> None:
+    from slipstream.cluster.launch import launch
+    from slipstream.cluster.progress import final_table
+    from slipstream.cluster.report import build_report
+
+    summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
+    report_file = build_report(path)
+    out.print(final_table(summary))
+    out.print(f"report   {report_file}", soft_wrap=True)
+    checkpoint = sorted((path / "checkpoints").glob("step-*"))
+    out.print("next:", style="bold")
+    for command in (
+        f"slipstream audit {path}",
+        f"slipstream eval {path}",
+        f"slipstream export {path} {path / 'model'}" if checkpoint else "",
+        f"slipstream resume {path} schedule.steps={2 * found.schedule.steps}",
+    ):
+        if command:
+            out.print(f"  {command}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def audit(path: RunPath) -> None:
+    """Recompute the staleness bound and the sample ledger from a run's own records; exit code 1 if they do not hold.
+
+    [dim]slipstream audit runs/quickstart[/]
+    """
+    from slipstream.core.audit import audit as check
+
+    report = check(path)
+    out.print(report.render(), highlight=False, markup=False)
+    if not report.ok:
+        raise typer.Exit(RUN_ERROR)
+
+
+@app.command()
+def report(path: RunPath) -> None:
+    """Write report.html of a run: one static file.
+
+    [dim]slipstream report runs/quickstart[/]
+    """
+    from slipstream.cluster.report import build_report
+
+    out.print(str(build_report(path)), soft_wrap=True)
+
+
+@app.command()
+def export(path: RunPath, target: Annotated[Path, typer.Argument(metavar="OUT", help="the folder to write")]) -> None:
+    """Write the last checkpoint's policy as a plain Hugging Face folder (safetensors, tokenizer, chat template).
+
+    [dim]slipstream export runs/quickstart models/sorter[/]
+    """
+    from slipstream.trainer.checkpoint import export_model, latest
+
+    checkpoint, warnings = latest(path / "checkpoints")
+    for warning in warnings:
+        err.print(_plain(warning))
+    if checkpoint is None:
+        raise ValueError(f"{path}: no checkpoint to export; expected checkpoints/step-*")
+    export_model(checkpoint, target)
+    out.print(f"wrote {target}", soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    path: RunPath,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c ...]")] = None,
+) -> None:
+    """Held-out score of a run's last checkpoint, sampled by a fresh engine from the exported weights.
+
+    [dim]slipstream eval runs/quickstart monitor.eval.size=1000[/]
+    """
+    from slipstream.cluster.evaluate_run import evaluate_run
+
+    result = evaluate_run(path, overrides or [])
+    out.print(f"{result.metric} {result.score:.4f} (n = {result.n}, failed {result.failed}, {result.seconds:.1f} s)")
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine can run: packages, devices, memory, shared memory, ports.
+
+    [dim]slipstream doctor[/]
+    """
+    from slipstream.cluster.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "bad": "[red]bad[/] "}[finding.level]
+        out.print(f"{mark}  {finding.what}", highlight=False)
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(RUN_ERROR)
+
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The engines of a run: who is free, and how new weights reach all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from slipstream.cluster.actors import ENVIRONMENT, EngineStats, RolloutActor, RunPlace
+from slipstream.core.records import Group, Task, WeightVersion
+from slipstream.core.schema import Recipe
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine as the controller knows it."""
+
+    index: int
+    actor: Any
+    node: str
+    version: WeightVersion
+    groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How one version reached every engine.  ``pause_s`` is the longest pause of any engine."""
+
+    version: WeightVersion
+    nbytes: int
+    publish_s: float
+    pause_s: float
+    staged_tokens: int
+    """Tokens that the engines sampled while the buckets were being staged."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Starts engines, hands groups to the least loaded one that holds the newest confirmed version, publishes weights."""
+
+    recipe: Recipe
+    place: RunPlace
+    members: list[Member] = field(default_factory=list)
+
+    async def start(self, model_path: str, version: WeightVersion) -> None:
+        """Bring all engines up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
+        gpus = self.recipe.rollout.tensor_parallel if ray.cluster_resources().get("GPU") else 0
+        options = RolloutActor.options(
+            num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
+        )
+        actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
+        timeout = self.recipe.cluster.start_timeout_s
+        try:
+            starts = (a.start.remote(self.recipe, model_path, i, self.place, version) for i, a in enumerate(actors))
+            nodes = await asyncio.wait_for(asyncio.gather(*starts), timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rollout engines: no answer within cluster.start_timeout_s = {timeout} s; "
+                "see the logs of the engines, or whether the cluster has room for them"
+            ) from None
+        self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(actors, nodes, strict=True))]
+
+    def pick(self, confirmed: WeightVersion) -> Member:
+        """The engine with the fewest groups among those that hold ``confirmed`` or newer."""
+        return min((m for m in self.members if m.version >= confirmed), key=lambda m: (m.groups, m.index))
+
+    async def sample(self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
+        member.groups += 1
+        try:
+            return await member.actor.sample.remote(task, prompt_ids, dispatched, size)
+        finally:
+            member.groups -= 1
+
+    async def publish(self, version: WeightVersion, buckets: AsyncIterator[Any]) -> Publication:
+        """Stage every bucket once per node while the engines generate, then commit on all engines."""
+        timeout = self.recipe.cluster.step_timeout_s
+        start = time.perf_counter()
+        label, nbytes, count = str(version), 0, 0
+        hosts = list({m.node: m for m in reversed(self.members)}.values())
+        before = await self.sampled_tokens()
+        async for reference in buckets:
+            bucket, _, _ = await reference
+            staging = [h.actor.stage.remote(label, *await reference) for h in hosts]
+            await asyncio.wait_for(asyncio.gather(*staging), timeout)
+            nbytes += bucket.nbytes
+            count += 1
+        staged = await asyncio.gather(*(h.actor.complete.remote(label, count) for h in hosts))
+        staged_tokens = await self.sampled_tokens() - before
+        staged_at = {h.node: s for h, s in zip(hosts, staged, strict=True)}
+        pauses = await asyncio.wait_for(
+            asyncio.gather(*(self._commit(m, version, staged_at[m.node]) for m in self.members)), timeout
+        )
+        await asyncio.gather(*(h.actor.discard.remote(label) for h in hosts))
+        return Publication(version, nbytes, time.perf_counter() - start, max(pauses), staged_tokens)
+
+    async def _commit(self, member: Member, version: WeightVersion, staged: Any) -> float:
+        times = await member.actor.commit.remote(version, staged)
+        member.version = version
+        return times.pause_s
+
+    async def abort_before(self, oldest: WeightVersion) -> None:
+        await asyncio.gather(*(m.actor.abort_before.remote(oldest) for m in self.members))
+
+    async def stats(self) -> list[EngineStats]:
+        return list(await asyncio.gather(*(m.actor.stats.remote() for m in self.members)))
+
+    async def sampled_tokens(self) -> int:
+        return sum(s.sampled_tokens for s in await self.stats())
+
+    async def check_health(self) -> None:
+        """Raises EngineFailed or ActorDiedError if an engine is gone, TimeoutError if one does not answer in a minute."""
+        await asyncio.wait_for(asyncio.gather(*(m.actor.check_health.remote() for m in self.members)), 60.0)
+
+    async def stop(self) -> None:
+        """End every engine in order; one that does not answer in ten seconds is killed."""
+        await asyncio.wait([asyncio.ensure_future(m.actor.stop.remote()) for m in self.members] or [_nothing()], timeout=10.0)
+        for member in self.members:
+            ray.kill(member.actor)
+
+
+def _nothing() -> asyncio.Future[None]:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done

@@ -1,0 +1,150 @@
+"""From the command line to a running controller and back: Ray, supervision from outside, and a clean end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slipstream.cluster.actors import ENVIRONMENT, redirect_output
+from slipstream.cluster.progress import Display
+from slipstream.core.rundir import RunDirectory
+from slipstream.core.schema import Recipe
+
+POLL_S = 0.5
+STOP_TIMEOUT_S = 120.0
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=16)
+class ControllerActor:
+    """The controller in a process of its own, so that its death is seen, and told, from outside."""
+
+    def __init__(self, recipe: Recipe, run_path: str, resume: bool, search_path: str) -> None:
+        self._recipe, self._run_path, self._resume, self._search_path = recipe, Path(run_path), resume, search_path
+        self._controller: Any = None
+        redirect_output(self._run_path / "logs" / "controller.log")
+
+    async def run(self) -> dict[str, Any]:
+        from slipstream.cluster.controller import Controller
+        from slipstream.cluster.recovery import prepare
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        run = RunDirectory.open(self._run_path, write=True)
+        try:
+            parts = prepare(self._recipe, run, resume=self._resume)
+        except BaseException:
+            run.close()
+            raise
+        self._controller = Controller(self._recipe, run, parts, self._search_path)
+        return await self._controller.run()
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        return self._controller.snapshot() if self._controller is not None else None
+
+    async def stop(self) -> None:
+        if self._controller is not None:
+            self._controller.stop()
+
+
+class RunFailed(RuntimeError):
+    """The run ended with ``status: failed``; the message is the reason that its summary gives."""
+
+
+def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path: Path, quiet: bool = False) -> dict[str, Any]:
+    """Run to the end and return the summary.  Ctrl-C (or SIGTERM) stops after the step at hand, with a checkpoint.
+
+    Raises RunFailed; ``summary.json`` then says ``failed`` and why, also when the controller's process has died.
+    """
+    with ray_session(recipe), Display(recipe, run_path, quiet=quiet) as display:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        controller = ControllerActor.options(scheduling_strategy=here, runtime_env={"env_vars": ENVIRONMENT}).remote(
+            recipe, str(run_path), resume, str(search_path)
+        )
+        finished = controller.run.remote()
+        snapshot: dict[str, Any] | None = None
+        with stop_on_signal(controller):
+            while not ray.wait([finished], timeout=POLL_S)[0]:
+                with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+                    snapshot = ray.get(controller.snapshot.remote(), timeout=10.0) or snapshot
+                display.update(snapshot)
+        try:
+            return ray.get(finished)
+        except ray.exceptions.RayActorError as death:
+            reason = f"the controller's process died: {str(death).splitlines()[0]}"
+            _write_failure(run_path, reason, snapshot)
+            raise RunFailed(reason) from death
+        except ray.exceptions.RayTaskError as failure:
+            from slipstream.cluster.controller import describe
+
+            reason = describe(failure)
+            if not (run_path / "summary.json").exists():
+                _write_failure(run_path, reason, snapshot)
+            raise RunFailed(reason) from failure
+
+
+def _write_failure(run_path: Path, reason: str, snapshot: dict[str, Any] | None) -> None:
+    """The summary that the controller could not write any more, as far as the driver knows."""
+    known = snapshot or {}
+    with RunDirectory.open(run_path, write=True) as run:
+        run.append("events", {"time": time.time(), "kind": "end", "status": "failed", "error": reason})
+        run.write_summary(
+            {
+                "status": "failed",
+                "error": reason,
+                "version": known.get("step", 0),
+                "wall_s": known.get("wall_s", 0.0),
+                "ledger": known.get("ledger", {}),
+            }
+        )
+
+
+@contextlib.contextmanager
+def ray_session(recipe: Recipe) -> Iterator[None]:
+    """A connection to ``cluster.address`` (or $RAY_ADDRESS), or a Ray of our own on this machine, which ends with the block."""
+    address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {}
+    if address == "local":
+        wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus
+        options = {"num_cpus": max(os.cpu_count() or 1, int(wanted + 0.999)), "include_dashboard": False}
+    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def stop_on_signal(controller: Any) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the controller to stop; the second, or two minutes, ends it at once."""
+    asked = 0.0
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            ray.kill(controller)
+            return
+        asked = time.monotonic()
+        sys.stderr.write("\nstopping after the step at hand (again to stop at once) ...\n")
+        controller.stop.remote()
+        signal.signal(signal.SIGALRM, lambda *_: ray.kill(controller))
+        signal.alarm(int(STOP_TIMEOUT_S))
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        for signum, old in before.items():
+            signal.signal(signum, old)

@@ -1,0 +1,85 @@
+"""The ranks of the learner as one: every call goes to all ranks, and the first failure of any is the failure of the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from slipstream.cluster.actors import ENVIRONMENT, LearnerActor, RunPlace
+from slipstream.core.metrics import Metrics
+from slipstream.core.records import TrainBatch, TrainSample
+from slipstream.core.schema import Optimizer, Recipe
+
+
+@dataclass(slots=True)
+class LearnerGroup:
+    recipe: Recipe
+    place: RunPlace
+    ranks: list[Any] = field(default_factory=list)
+
+    async def start(self, model_path: str) -> None:
+        """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        options = LearnerActor.options(
+            num_cpus=self.recipe.cluster.learner_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
+        )
+        self.ranks = [options.remote() for _ in range(self.recipe.trainer.ranks)]
+        timeout = self.recipe.cluster.start_timeout_s
+        try:
+            address = await asyncio.wait_for(self.ranks[0].address.remote(), timeout)
+            starts = (actor.start.remote(self.recipe, model_path, rank, self.place, address) for rank, actor in enumerate(self.ranks))
+            await asyncio.wait_for(asyncio.gather(*starts), timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"learner: {len(self.ranks)} ranks did not come up within cluster.start_timeout_s = {timeout} s; "
+                "see the logs of the learner, or whether the cluster has room for it"
+            ) from None
+
+    async def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
+        await self._all("begin_phase", optimizer, total_steps)
+
+    async def set_reference(self) -> None:
+        await self._all("set_reference")
+
+    async def train(self, batch: TrainBatch) -> Metrics:
+        """One batch on every rank; rank 0's metrics are those of all ranks."""
+        return (await self._all("train", ray.put(batch)))[0]
+
+    async def reference_logprobs(self, samples: list[TrainSample]) -> list[list[float]]:
+        return (await self._all("reference_logprobs", ray.put(samples)))[0]
+
+    async def buckets(self) -> AsyncIterator[Any]:
+        """References to (bucket, bytes, checksum), as rank 0 gathers them; two wait in the object store at most."""
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
+        streams = [rank.publish.options(**options).remote() for rank in self.ranks]
+        async for reference in streams[0]:
+            yield reference
+        for stream in streams[1:]:
+            async for _ in stream:
+                raise AssertionError("a rank other than 0 published weights")
+
+    async def save(self, folder: str) -> None:
+        await self._all("save", folder)
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", folder)
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
+        timeout = self.recipe.cluster.step_timeout_s
+        try:
+            return list(await asyncio.wait_for(asyncio.gather(*calls), timeout))
+        except TimeoutError:
+            raise TimeoutError(f"learner: {method} took longer than cluster.step_timeout_s = {timeout} s") from None
+
+    async def check_health(self) -> None:
+        """Raises ActorDiedError if a rank's process is gone.  A rank that trains answers after its step, so no time limit here."""
+        await asyncio.gather(*(rank.pid.remote() for rank in self.ranks))
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)

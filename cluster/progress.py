@@ -1,0 +1,142 @@
+"""The live display of a run, and the table at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from slipstream.core.schema import Recipe
+
+LINE_EVERY_S = 10.0
+"""Without a terminal, one plain line is printed so often."""
+
+
+class Display:
+    """A progress bar with the numbers that matter; plain lines where the output is no terminal."""
+
+    def __init__(self, recipe: Recipe, run_path: Path, *, quiet: bool = False) -> None:
+        self._recipe = recipe
+        self._run_path = run_path
+        self._quiet = quiet
+        self._console = Console()
+        self._live: Live | None = None
+        self._printed = 0.0
+        self._said = ""
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        )
+        self._warm = self._progress.add_task("warm start", total=recipe.warm_start.steps, visible=False) if recipe.warm_start else None
+        self._steps = self._progress.add_task(recipe.name, total=recipe.schedule.steps, start=False)
+
+    def __enter__(self) -> Display:
+        if not self._quiet and self._console.is_terminal:
+            self._live = Live(self._progress, console=self._console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def update(self, snapshot: dict[str, Any] | None) -> None:
+        """Show a snapshot of the controller; None while it is coming up."""
+        if self._quiet:
+            return
+        if self._live is None:
+            self._print(snapshot)
+            return
+        if snapshot is None:
+            return
+        if self._warm is not None:
+            visible = snapshot["stage"] == "warm start"
+            self._progress.update(self._warm, completed=snapshot["warm_step"], visible=visible)
+        if snapshot["stage"] not in ("starting", "warm start"):
+            self._progress.start_task(self._steps)
+        self._progress.update(self._steps, completed=snapshot["step"], description=f"{self._recipe.name} · {snapshot['stage']}")
+        self._live.update(Group(self._progress, numbers(snapshot, self._recipe.schedule.max_staleness)))
+
+    def _print(self, snapshot: dict[str, Any] | None) -> None:
+        now = time.monotonic()
+        text = line(snapshot, self._recipe) if snapshot else "starting Ray, the engine and the learner ..."
+        stage = snapshot["stage"] if snapshot else ""
+        if now - self._printed >= LINE_EVERY_S or stage != self._said:
+            if text:
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+            self._printed, self._said = now, stage
+
+
+def line(snapshot: dict[str, Any], recipe: Recipe) -> str:
+    """One plain line, such as ``training 40/100 · reward 0.71 · lag 1.2 (max 2) · …``."""
+    if snapshot["stage"] == "warm start":
+        total = recipe.warm_start.steps if recipe.warm_start else 0
+        return f"warm start {snapshot['warm_step']}/{total}"
+    metrics = snapshot["metrics"]
+    parts = [f"{snapshot['stage']} {snapshot['step']}/{recipe.schedule.steps}"]
+    shown = {"reward": "reward/mean", "loss": "loss/ce", "lag": "staleness/token_mean", "tok/s": "throughput/rollout_tokens_per_s"}
+    parts += [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if key in metrics]
+    if snapshot["evaluations"]:
+        last = snapshot["evaluations"][-1]
+        parts.append(f"held-out {last['metric']} {last['score']:.3f} (step {last['step']})")
+    return " · ".join(parts)
+
+
+def numbers(snapshot: dict[str, Any], bound: int) -> Table:
+    """The small table under the bar."""
+    metrics, ledger = snapshot["metrics"], snapshot["ledger"]
+
+    def shown(name: str, form: str = "{:.3g}") -> str:
+        return form.format(metrics[name]) if isinstance(metrics.get(name), (int, float)) else "–"
+
+    evaluations = " → ".join(f"{e['score']:.3f}" for e in snapshot["evaluations"][-4:]) or "–"
+    table = Table.grid(padding=(0, 3))
+    table.add_row(
+        f"reward {shown('reward/mean', '{:.3f}')}",
+        f"held-out {evaluations}",
+        f"length {shown('response/length_mean')}",
+        f"entropy {shown('loss/entropy')}",
+    )
+    table.add_row(
+        f"lag {shown('staleness/token_mean')} (max {shown('staleness/token_max')}, bound {bound})",
+        f"masked {shown('staleness/masked_frac', '{:.1%}')}",
+        f"version {snapshot['version']} (engines {snapshot['confirmed']})",
+        f"pause {shown('weights/pause_s', '{:.3f}')} s",
+    )
+    table.add_row(
+        f"{shown('throughput/rollout_tokens_per_s', '{:.0f}')} tok/s sampled",
+        f"{shown('throughput/trained_tokens_per_s', '{:.0f}')} tok/s trained",
+        f"idle learner {shown('idle/learner', '{:.0%}')}, rollout {shown('idle/rollout', '{:.0%}')}",
+        f"in flight {ledger['in_flight']} · trained {ledger['trained']} · stale {ledger['stale']} · filtered {ledger['filtered']}",
+    )
+    return table
+
+
+def final_table(summary: dict[str, Any]) -> Table:
+    """What came out, in a few rows."""
+    table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
+    evaluation, staleness, ledger = summary["eval"], summary["staleness"], summary["ledger"]
+    if evaluation["before"] is not None:
+        after = "–" if evaluation["after"] is None else f"{evaluation['after']:.3f}"
+        table.add_row(f"held-out {evaluation['metric']}", f"{evaluation['before']:.3f} → {after}  (n = {evaluation['n']})")
+    table.add_row("steps", f"{summary['version']} of {summary['steps']} in {summary['wall_s']:.0f} s")
+    table.add_row(
+        "token lag",
+        f"mean {staleness['token_mean']:.2f}, trained max {staleness['trained_token_max']} (bound {staleness['bound']}), "
+        f"masked {staleness['masked_frac']:.2%}, up to {staleness['versions_per_sample_max']} versions in one response",
+    )
+    table.add_row("samples", " · ".join(f"{name} {n}" for name, n in ledger.items() if n))
+    throughput, idle, weights = summary["throughput"], summary["idle"], summary["weights"]
+    table.add_row(
+        "tokens/s", f"sampled {throughput['rollout_tokens_per_s']:.0f}, trained {throughput['trained_tokens_per_s']:.0f}"
+    )
+    table.add_row("idle", f"learner {idle['learner']:.0%}, rollout {idle['rollout']:.0%}")
+    table.add_row("weight updates", f"{weights['publishes']}, generation paused {1000 * weights['pause_s_p50']:.0f} ms each (median)")
+    return table
