@@ -22,19 +22,6 @@ from slipstream.core.weights import Bucket
 if TYPE_CHECKING:
     from slipstream.rollout.engine import CommitTimes
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-}
-"""Of every actor's process.  One thread each: several processes that share cores with more threads wait for one another."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunPlace:
     """Where a run lives: a name for its shared memory, its folder for logs, and where user functions may stand."""

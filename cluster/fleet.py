@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from slipstream.cluster.actors import ENVIRONMENT, EngineStats, RolloutActor, RunPlace
+from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace
+from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.schema import Recipe
 

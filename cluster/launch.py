@@ -16,8 +16,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slipstream.cluster.actors import ENVIRONMENT, redirect_output
+from slipstream.cluster.actors import redirect_output
 from slipstream.cluster.progress import Display
+from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
 
@@ -112,8 +113,7 @@ def _write_failure(run_path: Path, reason: str, snapshot: dict[str, Any] | None)
 def ray_session(recipe: Recipe) -> Iterator[None]:
     """A connection to ``cluster.address`` (or $RAY_ADDRESS), or a Ray of our own on this machine, which ends with the block."""
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.update(ENVIRONMENT)
     options: dict[str, Any] = {}
     if address == "local":
         wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus

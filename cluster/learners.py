@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from slipstream.cluster.actors import ENVIRONMENT, LearnerActor, RunPlace
+from slipstream.cluster.actors import LearnerActor, RunPlace
+from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import TrainBatch, TrainSample
 from slipstream.core.schema import Optimizer, Recipe

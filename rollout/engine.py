@@ -223,7 +223,6 @@ def engine_args(
         max_model_len=max_length,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel,
-        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
         enforce_eager=rollout.enforce_eager,
         enable_prefix_caching=rollout.prefix_caching,
         logprobs_mode="processed_logprobs",

@@ -1,0 +1,209 @@
+"""A real engine: weights change while it generates, and its log-probs are the learner's."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from slipstream.core.records import WeightVersion
+from slipstream.core.schema import Model, Rollout, Sampling
+from slipstream.rollout.engine import Engine, EngineFailed
+from slipstream.rollout.environment import Completion
+from slipstream.rollout.weights import Staged, Stager
+from slipstream.trainer.distributed import free_port, join
+from slipstream.trainer.model import resolve_model
+from slipstream.trainer.publisher import buckets
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [(1, 4 + i % 10, 5 + i % 7, 6) for i in range(256)]
+TOLERANCE = 1e-4
+
+
+def perturb(policy: PreTrainedModel, seed: int, scale: float = 0.02) -> None:
+    """A weight update: noise on every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+
+
+def stage(stager: Stager, policy: PreTrainedModel, version: WeightVersion, bucket_bytes: int = 1 << 18) -> Staged:
+    count = 0
+    for bucket, data, crc32 in buckets(policy, bucket_bytes):
+        stager.put(str(version), bucket, data, crc32)
+        count += 1
+    return stager.complete(str(version), count)
+
+
+def worst_difference(policy: PreTrainedModel, prompts: Sequence[tuple[int, ...]], answers: Sequence[Completion], t: float) -> float:
+    """max |log-prob of the engine − log-prob of transformers| at temperature ``t``."""
+    worst = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer.token_ids]])
+        with torch.no_grad():
+            logprobs = (policy(ids, use_cache=False).logits[0].double() / t).log_softmax(-1)
+        expected = logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(answer.logprobs, dtype=torch.float64)).abs().max().item())
+    return worst
+
+
+class Running:
+    """An engine on its own event loop, with the policy that its weights come from."""
+
+    def __init__(self, path: Path, run_id: str, *, temperature: float = 1.0, max_tokens: int = 48, max_num_seqs: int = 64) -> None:
+        if not dist.is_initialized():
+            join(0, 1, "127.0.0.1", free_port(), timeout_s=60)
+        self.runner = asyncio.Runner()
+        self.policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.rollout = Rollout(
+            max_num_seqs=max_num_seqs, kv_cache_gib=0.5, sampling=Sampling(max_tokens=max_tokens, temperature=temperature)
+        )
+        self.stager = Stager(run_id)
+        self.version = WeightVersion(0, 0)
+        self.eos = (2,)
+        self.engine = self.run(
+            Engine.start(
+                path,
+                model=Model(path=str(path)),
+                rollout=self.rollout,
+                max_length=512,
+                eos_ids=self.eos,
+                seed=7,
+                version=self.version,
+            )
+        )
+
+    def run(self, call):  # noqa: ANN001, ANN201
+        return self.runner.run(asyncio.wait_for(call, 300))
+
+    async def answers(self, prompts: Sequence[tuple[int, ...]], tag: str, seeded: bool = False) -> list[Completion]:
+        calls = [self.engine.sample(p, request_id=f"{tag}-{i}", seed=i if seeded else None) for i, p in enumerate(prompts)]
+        return list(await asyncio.gather(*calls))
+
+    async def update(self, seed: int) -> None:
+        perturb(self.policy, seed)
+        self.version = self.version.next()
+        staged = await asyncio.to_thread(stage, self.stager, self.policy, self.version)
+        await self.engine.commit(self.version, staged)
+        self.stager.discard(str(self.version))
+
+    def close(self) -> None:
+        self.stager.close()
+        self.engine.shutdown()
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(resolve_model(Model(path="builtin:tiny"), 0, tmp_path_factory.mktemp("cache")), "test-engine")
+    yield running
+    running.close()
+
+
+def test_weights_change_in_the_middle_of_responses(tiny: Running) -> None:
+    """Five updates while 256 requests are under way: spans of several versions, in order, none of them unknown."""
+
+    async def story() -> list[Completion]:
+        start = tiny.engine.sampled_tokens
+        answers = asyncio.ensure_future(tiny.answers(PROMPTS, "middle"))
+        while tiny.engine.sampled_tokens == start:
+            await asyncio.sleep(0.01)
+        for seed in range(5):
+            await tiny.update(seed)
+        return await answers
+
+    answers = tiny.run(story())
+    assert any(len(set(a.versions)) >= 2 for a in answers), "no response holds tokens of two versions"
+    for answer in answers:
+        assert list(answer.versions) == sorted(answer.versions)
+        assert set(answer.kv_versions) <= {min(answer.versions)} or min(answer.kv_versions) <= min(answer.versions)
+        assert len(answer.token_ids) == len(answer.logprobs) <= 48
+
+
+def test_engine_equals_learner_after_updates(tiny: Running) -> None:
+    """After the five updates, version-pure responses have the log-probs of a transformers forward; at T = 1 and T = 0.7."""
+    while tiny.version.batch < 3:
+        tiny.run(tiny.update(tiny.version.batch))
+    for temperature in (1.0, 0.7):
+        sampling = Sampling(max_tokens=48, temperature=temperature)
+        tiny.engine._sampling = sampling
+        answers = tiny.run(tiny.answers(PROMPTS, f"pure-{temperature}"))
+        assert all(set(a.versions) == {tiny.version} for a in answers)
+        assert sum(len(a.token_ids) for a in answers) >= 2_500
+        assert worst_difference(tiny.policy, PROMPTS, answers, temperature) <= TOLERANCE
+    tiny.engine._sampling = tiny.rollout.sampling
+
+
+def test_the_samples_of_a_group_differ_and_seeds_repeat(tiny: Running) -> None:
+    same_prompt = [PROMPTS[0]] * 16
+    free = tiny.run(tiny.answers(same_prompt, "free"))
+    assert len({a.token_ids for a in free}) > 12, "siblings share a random stream"
+    first = tiny.run(tiny.answers(same_prompt, "first", seeded=True))
+    second = tiny.run(tiny.answers(same_prompt, "second", seeded=True))
+    assert [a.token_ids for a in first] == [a.token_ids for a in second]
+    assert len({a.token_ids for a in first}) > 12
+
+
+def test_no_old_prefix_reaches_a_new_request(tiny: Running) -> None:
+    """A prompt of several cache blocks, asked again after an update: its log-probs are the new weights' alone."""
+    prompt = tuple(4 + i % 50 for i in range(150))
+    tiny.run(tiny.answers([prompt] * 4, "before"))
+    tiny.run(tiny.update(99))
+    after = tiny.run(tiny.answers([prompt] * 4, "after"))
+    assert worst_difference(tiny.policy, [prompt] * 4, after, 1.0) <= TOLERANCE
+
+
+def test_eos_length_and_cancellation(tiny: Running) -> None:
+    answers = tiny.run(tiny.answers(PROMPTS, "finish"))
+    for answer in answers:
+        ended = answer.token_ids[-1] in tiny.eos
+        assert answer.finish == ("eos" if ended else "length")
+        assert ended or len(answer.token_ids) == 48
+        assert not set(answer.token_ids[:-1]) & set(tiny.eos)
+
+    async def cancel() -> None:
+        call = asyncio.ensure_future(tiny.engine.sample(PROMPTS[0], request_id="cancelled"))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    tiny.run(cancel())
+    assert not tiny.engine.admitted, "a cancelled request still counts as running"
+    assert len(tiny.run(tiny.answers(PROMPTS[:8], "still-alive"))) == 8
+
+
+def test_tied_embeddings_follow_the_update(tmp_path: Path) -> None:
+    """Faults 2 and 3 of the CPU build: without the repairs the head keeps its old packed weights (error above 0.1)."""
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    source = resolve_model(Model(path="builtin:tiny"), 0, tmp_path / "cache")
+    folder = tmp_path / "tied"
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    tied = Running(folder, "test-tied")
+    try:
+        for seed in range(3):
+            tied.run(tied.update(seed))
+        answers = tied.run(tied.answers(PROMPTS, "tied"))
+        assert worst_difference(tied.policy, PROMPTS, answers, 1.0) <= TOLERANCE
+    finally:
+        tied.close()
+
+
+def test_a_failed_commit_ends_the_engine(tiny: Running, tmp_path: Path) -> None:
+    """Last of the module: a torn file at commit kills the engine rather than letting it resume."""
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(b"not safetensors")
+    with pytest.raises(EngineFailed, match="commit of 0.99 failed"):
+        tiny.run(tiny.engine.commit(WeightVersion(0, 99), Staged("0.99", (str(torn),), 0)))
+    with pytest.raises(EngineFailed):
+        tiny.run(tiny.engine.sample(PROMPTS[0], request_id="too-late"))
