@@ -168,7 +168,7 @@ class _Samples:
 
     def _unfit(self, mine: int, version: WeightVersion, assembled: WeightVersion) -> str | None:
         """Why a token of ``version`` must not be trained in a batch assembled at ``assembled``."""
-        later = [resume.batch for resume in self._replay.resumes if version.attempt < resume.attempt <= assembled.attempt]
+        later = [resume.batch for resume in self._replay.resumes if version.attempt < resume.attempt]
         if not mine:
             return "were not written by the policy"
         if version > assembled:

@@ -259,7 +259,7 @@ class Replay:
 
     def _commit(self, event: Event, batch: int, version: WeightVersion, groups: tuple[str, ...]) -> None:
         if version != self._learner.next() or batch != version.batch:
-            expected = self._learner.next()
+            expected = f"batch {self._learner.batch + 1} as {self._learner.next()}"
             self._findings.add("batches", f"{event.where} commits batch {batch} as {version}, expected {expected}")
         if self._short:
             self._findings.add("batches", self._short)
@@ -305,7 +305,7 @@ class Replay:
         self._confirmed_by, self._unconfirmed, self._short, self.ended = {}, [], None, False
 
     def _end(self, event: Event) -> None:
-        self.ended, self._short = True, None
+        self.ended = True
 
 
 def _engines_by_attempt(events: Iterable[Event]) -> dict[int, set[Any]]:

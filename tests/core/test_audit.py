@@ -252,11 +252,6 @@ def sample_trained_twice(run):
     run["samples"].append({**sample_of(run, "g0#0"), "batch": 4, "assembled_at": "0.3"})
 
 
-@broken("once", "g0 is committed again")
-def group_committed_twice(run):
-    run["events"][position(run, batch=4)]["groups"] = ["g9", "g0"]
-
-
 @broken("once", "summary.json counts 1 duplicates")
 def summary_counts_duplicates(run):
     run["summary"]["ledger"]["duplicates"] = 1
@@ -282,19 +277,19 @@ def sample_of_a_group_outside_its_batch(run):
     run["samples"].append(sample("g10#0", "0.3", [["0.3", 0, 4]], FRESH))
 
 
-@broken("ledger", "no commit holds g5#0, assembled at 0.1 for batch 1")
-def sample_assembled_at_another_version(run):
-    sample_of(run, "g5#0")["batch"] = 1
+@broken("ledger", "no commit holds g5#0, assembled at 1.1 for batch 2")
+def sample_assembled_by_another_attempt(run):
+    sample_of(run, "g5#0")["assembled_at"] = "1.1"
+
+
+@broken("ledger", "no commit holds g5#0, assembled at 0.1 for batch 9")
+def sample_of_a_batch_that_never_was(run):
+    sample_of(run, "g5#0")["batch"] = 9
 
 
 @broken("ledger", "g4#1 counts as 'trained', but no token of it has weight")
 def stale_sample_called_trained(run):
     sample_of(run, "g4#1")["outcome"] = "trained"
-
-
-@broken("ledger", "g0#0 counts as 'stale', but a token of it has weight")
-def trained_sample_called_stale(run):
-    sample_of(run, "g0#0")["outcome"] = "stale"
 
 
 @broken("ledger", "trained: summary.json says 14, the records 13")
@@ -319,6 +314,11 @@ def slot_freed_at_the_commit(run):
 @broken("batches", "batch 2 has 1 groups, expected 2")
 def short_batch_in_the_middle(run):
     run["events"][position(run, batch=2)]["groups"] = ["g3"]
+
+
+@broken("batches", "commits batch 9 as 0.1, expected batch 1 as 0.1")
+def batch_and_version_differ(run):
+    run["events"][position(run, batch=1)]["batch"] = 9
 
 
 @broken("versions", "dispatches g5 at 0.2, but every engine holds only 0.1")

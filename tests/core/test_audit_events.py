@@ -59,6 +59,7 @@ commit 0.2 c d
         "unknown a \n end",
         f"{FIRST_BATCH} resume 1 0 \n dispatch 1.0 a b c d",  # no checkpoint yet: from the start
         f"{TWO_BATCHES} resume 1 1 \n dispatch 1.1 d e f",  # back to batch 1: c is ready, d in flight, e and f never were
+        f"{FIRST_BATCH} confirmed 0.1 \n dispatch 0.1 e \n filtered e \n resume 1 1 \n dispatch 1.1 e",  # forgotten, then again
         f"{TWO_BATCHES} resume 1 2 \n resume 2 1 \n dispatch 2.1 d e f \n ready d \n commit 2.2 c d",
         f"{FIRST_BATCH} confirmed 0.1 \n dispatch 0.1 e \n checkpoint 1 \n resume 1 1 \n dispatch 1.1 d e f",
     ],
@@ -94,7 +95,10 @@ def test_good_logs(script):
             "dispatch 0.0 a b \n ready a b \n commit 0.2 a b",
             "batches: 1 found: commit 0.2 a b commits batch 2 as 0.2, expected",
         ),
-        (f"{FIRST_BATCH} ready d \n resume 1 1 \n ready d \n commit 0.2 c d", "commits batch 2 as 0.2, expected 1.2"),
+        (
+            f"{FIRST_BATCH} ready d \n resume 1 1 \n ready d \n commit 0.2 c d",
+            "commits batch 2 as 0.2, expected batch 2 as 1.2",
+        ),
         (f"{FIRST_BATCH} resume 1 4", "batches: 1 found: resume 1 4 resumes from batch 4, which was not committed"),
         (f"{TWO_BATCHES} resume 1 1 \n resume 2 2", "resumes from batch 2, which was not committed"),  # batch 2 was rolled back
         ("dispatch 0.0 a a", "once: 1 found: dispatch 0.0 a a dispatches a again"),
