@@ -81,7 +81,9 @@ class AuditReport:
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Check the records of a run, finished or not.  Raises ValueError if ``run_dir`` has no ``events.jsonl``."""
+    """Check the records of a run, finished or not; a run on demonstrations only has no bound and no ledger to check.
+
+    Raises ValueError if ``run_dir`` has no ``events.jsonl``."""
     events_file, samples_file = run_dir / "events.jsonl", run_dir / "samples.jsonl"
     if not events_file.is_file():
         raise ValueError(
@@ -99,7 +101,7 @@ def audit(run_dir: Path) -> AuditReport:
         findings.add("ledger", "samples.jsonl is missing: run with monitor.samples: true to make the run auditable")
     samples.check_complete()
     ledger = _ledger(replay, samples, findings)
-    if replay.ended and (run_dir / "summary.json").is_file():
+    if replay.ended and replay.rollouts and (run_dir / "summary.json").is_file():
         _compare(ledger, run_dir / "summary.json", findings)
     problems = findings.problems()
     return AuditReport(not problems, problems, _figures(replay, samples, ledger, findings))

@@ -5,7 +5,7 @@
 ================================  =====================================================================================
 kind                              fields
 ================================  =====================================================================================
-``start``                         ``attempt``, ``bound``, ``groups_per_step``
+``start``                         ``attempt``, ``bound``, ``groups_per_step``; with ``resumed_from`` also a ``resume``
 ``dispatch``                      ``group_id``, ``version`` (newest that every engine has confirmed), ``samples``; again
                                   only after ``failed``, ``stale`` or a resume
 ``ready``                         ``group_id``
@@ -146,11 +146,13 @@ def parse_events(lines: Iterable[tuple[str, dict[str, Any]]], findings: Findings
     events = []
     for where, record in lines:
         kind = record.get("kind")
-        if kind in FIELDS:
-            try:
-                events.append(Event(where, kind, parse(record, FIELDS[kind]), record.get("engine")))
-            except ValueError as error:
-                findings.add("format", f"{where} {kind}: {error}")
+        kinds = [kind] if kind in FIELDS else []
+        if kind == "start" and record.get("resumed_from") is not None:
+            record, kinds = {**record, "batch": record["resumed_from"]}, ["start", "resume"]
+        try:
+            events += [Event(where, name, parse(record, FIELDS[name]), record.get("engine")) for name in kinds]
+        except ValueError as error:
+            findings.add("format", f"{where} {kind}: {error}")
     return events
 
 
@@ -176,6 +178,7 @@ class Replay:
         events = list(events)
         self._findings = findings
         self._engines = engines if engines is not None else _engines_by_attempt(events)
+        self.rollouts = any(event.kind == "dispatch" for event in events)  # else every batch is of demonstrations
         self.bound = self.groups_per_step = 0
         self.live: dict[str, Flight] = {}
         self.committed: dict[str, int] = {}  # samples of every committed group
@@ -263,7 +266,7 @@ class Replay:
             self._findings.add("batches", f"{event.where} commits batch {batch} as {version}, expected {expected}")
         if self._short:
             self._findings.add("batches", self._short)
-        size = self.groups_per_step if self.totals["dispatched"] else 0  # without rollouts, batches are of demonstrations
+        size = self.groups_per_step if self.rollouts else 0
         wrong = f"{event.where}: batch {batch} has {len(groups)} groups, expected {size}"
         self._short = wrong if 0 < len(groups) < size else None
         if len(groups) > size or (size and not groups):
@@ -281,7 +284,7 @@ class Replay:
 
     def _confirm(self, event: Event, version: WeightVersion) -> None:
         held = self._confirmed_by.get(event.engine, self._base)
-        if not held <= version <= self._learner:
+        if self.rollouts and not held <= version <= self._learner:
             self._findings.add(
                 "versions", f"{event.where} confirms {version}, expected one between the engine's {held} and {self._learner}"
             )

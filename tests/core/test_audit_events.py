@@ -55,7 +55,7 @@ commit 0.2 c d
         f"{FIRST_BATCH} filtered d \n dispatch 0.0 e",  # its slot is free at once
         "dispatch 0.0 a \n ready a \n commit 0.1 a",  # the last batch may be short
         "dispatch 0.0 a b c \n ready a b c \n commit 0.1 a \n end \n resume 1 1 \n commit 1.2 b c",  # and that of an attempt
-        "commit 0.1 \n commit 0.2",  # demonstrations only
+        "commit 0.1 \n confirmed 0.1 \n commit 0.2 \n confirmed 0.3",  # demonstrations only
         "unknown a \n end",
         f"{FIRST_BATCH} resume 1 0 \n dispatch 1.0 a b c d",  # no checkpoint yet: from the start
         f"{TWO_BATCHES} resume 1 1 \n dispatch 1.1 d e f",  # back to batch 1: c is ready, d in flight, e and f never were
@@ -86,8 +86,8 @@ def test_good_logs(script):
             "versions: 1 found: dispatch 0.1 e",
         ),
         (f"{FIRST_BATCH} resume 1 1 \n dispatch 1.2 e", "versions: 1 found: dispatch 1.2 e"),
-        ("confirmed 0.1", "versions: 1 found: confirmed 0.1 confirms 0.1, expected one between the engine's 0.0 and 0.0"),
         (f"{TWO_BATCHES} confirmed 0.2 \n confirmed 0.1", "confirms 0.1, expected one between the engine's 0.2 and 0.2"),
+        (f"confirmed 0.1 \n {FIRST_BATCH}", "versions: 1 found: confirmed 0.1 confirms 0.1, expected one between"),
         ("dispatch 0.0 a \n ready a \n commit 0.1", "batches: 1 found: commit 0.1: batch 1 has 0 groups, expected 2"),
         (f"{FIRST_BATCH} ready d \n commit 0.2 c \n commit 0.3 d", "batches: 1 found: commit 0.2 c: batch 2 has 1 groups"),
         ("dispatch 0.0 a b c \n ready a b c \n commit 0.1 a b c", "batches: 1 found: commit 0.1 a b c: batch 1 has 3 groups"),
