@@ -1,0 +1,127 @@
+"""Which metrics the report shows together, and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A small line chart.  ``series`` are (metric, label); those that were never logged are left out."""
+
+    title: str
+    caption: str
+    series: tuple[tuple[str, str], ...]
+    unit: str = ""
+    share: bool = False  # the axis is 0 to 1
+    limit: float | None = None
+    from_zero: bool = True
+
+
+def panels(bound: int | None) -> list[Panel]:
+    """The small charts, in the order of the page."""
+    return [
+        Panel(
+            "How old the data is",
+            "In committed batches: mean over tokens, oldest token of a sample, and the oldest KV entry a token attended to.",
+            (
+                ("staleness/token_mean", "token, mean"),
+                ("staleness/sample_oldest_max", "oldest in a sample, max"),
+                ("staleness/kv_mean", "KV cache, mean"),
+            ),
+            unit="batches",
+            limit=bound,
+        ),
+        Panel(
+            "Where the age comes from",
+            "While the response was written, and while it waited for its batch.",
+            (("staleness/in_flight_mean", "in flight"), ("staleness/queued_mean", "queued")),
+            unit="batches",
+        ),
+        Panel(
+            "Tokens held out as too old",
+            "Share of the batch's tokens whose lag exceeds the bound, so that they get no loss weight.",
+            (("staleness/masked_frac", "masked"),),
+            unit="share of tokens",
+        ),
+        Panel(
+            "Versions in one response",
+            "Above 1, weights changed while responses were being written.",
+            (("staleness/versions_per_sample", "mean"), ("staleness/versions_per_sample_max", "max")),
+            unit="versions",
+        ),
+        Panel(
+            "Who waits",
+            "Share of the time that the learner waits for data, and that the engines hold no request.",
+            (("idle/learner", "learner"), ("idle/rollout", "rollout")),
+            unit="idle share",
+            share=True,
+        ),
+        Panel(
+            "Throughput",
+            "Tokens sampled and tokens trained on.",
+            (("throughput/rollout_tokens_per_s", "rollout"), ("throughput/trained_tokens_per_s", "trained")),
+            unit="tokens per second",
+        ),
+        Panel(
+            "Importance ratios",
+            "Learner over sampler, per token, at the start of the batch; truncated is what weighs the loss.",
+            (
+                ("offpolicy/ratio_mean", "mean"),
+                ("offpolicy/ratio_max", "max"),
+                ("offpolicy/ratio_truncated_mean", "truncated, mean"),
+            ),
+            unit="ratio",
+        ),
+        Panel(
+            "What off-policy data costs",
+            "Effective sample size as a share of the tokens, and the share whose gradient the clip removes.",
+            (
+                ("offpolicy/ess", "effective sample size"),
+                ("offpolicy/clip_frac", "clipped"),
+                ("offpolicy/masked_frac", "masked"),
+            ),
+            unit="share",
+            share=True,
+        ),
+        Panel("Entropy", "Of the policy, per token.", (("loss/entropy", "entropy"),), unit="nats"),
+        Panel("Gradient norm", "Before clipping.", (("loss/grad_norm", "norm"),)),
+        Panel(
+            "Divergence",
+            "Of the policy from its reference, and of the learner from the sampler.",
+            (("kl/ref", "to the reference"), ("offpolicy/sampler_kl", "learner to sampler")),
+            unit="nats per token",
+        ),
+        Panel(
+            "Loss",
+            "By stream.",
+            (("loss/policy", "policy"), ("loss/ce", "cross-entropy"), ("loss/kl", "KL"), ("loss/distill", "distillation")),
+            from_zero=False,
+        ),
+        Panel(
+            "Response length",
+            "In tokens.",
+            (("response/length_mean", "mean"), ("response/length_max", "longest")),
+            unit="tokens",
+        ),
+        Panel(
+            "How responses end",
+            "By themselves, or cut off at the limit.",
+            (("response/eos_frac", "end of sequence"), ("response/truncated_frac", "cut off")),
+            unit="share",
+            share=True,
+        ),
+        Panel(
+            "New weights",
+            "From the commit to the last engine's confirmation, and how long an engine stood still for it.",
+            (("weights/publish_s", "publication"), ("weights/pause_s", "pause")),
+            unit="seconds",
+        ),
+        Panel(
+            "Speculation",
+            "Tokens accepted per step of the target.",
+            (("draft/acceptance_length", "acceptance length"),),
+            unit="tokens",
+        ),
+        Panel("Draft age", "Batches since the draft last learned.", (("draft/lag", "lag"),), unit="batches"),
+    ]
