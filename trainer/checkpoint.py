@@ -41,8 +41,7 @@ def write_checkpoint(root: Path, *, step: int, keep: int) -> Iterator[Path]:
             learner.save(draft / LEARNER)
     """
     root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{_DRAFT}*"):
-        shutil.rmtree(leftover)
+    _sweep(root)
     draft = root / f"{_DRAFT}{uuid4().hex}"
     draft.mkdir()
     try:
@@ -53,6 +52,7 @@ def write_checkpoint(root: Path, *, step: int, keep: int) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     _prune(root, step, keep)
+    _sweep(root)
 
 
 def verify(checkpoint: Path) -> None:
@@ -138,7 +138,7 @@ def _write_manifest(draft: Path) -> None:
 
 def _publish(draft: Path, root: Path, step: int) -> None:
     place = root / f"step-{step:08d}"
-    if place.exists():  # of an attempt that was rolled back; nothing names it any more, or it would have been continued from
+    if place.exists():  # of an attempt that was rolled back; if LATEST still names it, then because it is damaged
         place.rename(root / f"{_DRAFT}{uuid4().hex}")
     draft.rename(place)
     _flush_folder(root)
@@ -155,9 +155,16 @@ def _prune(root: Path, step: int, keep: int) -> None:
     published = _published(root)
     past = [path for path in published if _step_of(path) <= step]
     for path in [*(p for p in published if _step_of(p) > step), *past[keep:]]:
-        condemned = root / f"{_DRAFT}{uuid4().hex}"
-        path.rename(condemned)  # so that a crash in the middle of the removal leaves no half checkpoint under a good name
-        shutil.rmtree(condemned)
+        path.rename(root / f"{_DRAFT}{uuid4().hex}")  # a crash during the removal must not leave half of it under a good name
+
+
+def _sweep(root: Path) -> None:
+    """Remove drafts: those of crashes, and what was renamed to be removed."""
+    for draft in root.glob(f"{_DRAFT}*"):
+        if draft.is_dir():
+            shutil.rmtree(draft)
+        else:
+            draft.unlink()
 
 
 def _published(root: Path) -> list[Path]:

@@ -1,0 +1,154 @@
+"""One rank of the oracle test: runs each case through the learner and compares it with the plain loop.
+
+    python oracle_worker.py RANK WORLD_SIZE PORT FOLDER CASES_JSON
+
+Rank 0 prints a line of JSON per case: the largest relative error of log-probs, gradient norm, gradients and parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import oracle
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from slipstream.core import schema
+from slipstream.core.records import TrainBatch
+from slipstream.trainer import distributed
+from slipstream.trainer.learner import Learner
+
+
+def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
+    epochs, minibatches = case["inner"]
+    return schema.Recipe(
+        name="oracle",
+        model=schema.Model(path=str(folder)),
+        data=schema.Data(source="builtin:number_sorting"),
+        algo=schema.Algo(
+            clip_low=oracle.CLIP_LOW,
+            clip_high=oracle.CLIP_HIGH,
+            dual_clip=oracle.DUAL_CLIP,
+            behaviour_cap=oracle.CAP,
+            kl=schema.KL(coefficient=oracle.KL_COEFFICIENT, placement="loss", estimator="k3"),
+            epochs=epochs,
+            minibatches=minibatches,
+        ),
+        rollout=schema.Rollout(sampling=schema.Sampling(temperature=oracle.TEMPERATURE)),
+        trainer=schema.Trainer(
+            ranks=case["ranks"], zero_stage=case["stage"], max_tokens_per_microbatch=case["tokens"], optimizer=OPTIMIZER
+        ),
+    )
+
+
+OPTIMIZER = schema.Optimizer(
+    lr=oracle.LR,
+    betas=oracle.BETAS,
+    eps=oracle.EPS,
+    weight_decay=oracle.DECAY,
+    max_grad_norm=oracle.MAX_NORM,
+    schedule="cosine",
+    warmup_steps=oracle.WARMUP,
+    min_lr_ratio=oracle.MIN_RATIO,
+)
+
+
+def reordered(batch: TrainBatch, order: str) -> TrainBatch:
+    """The same batch with the samples of each mini-batch in another order."""
+    parts = []
+    for samples in batch.minibatches:
+        if order == "reversed":
+            samples = samples[::-1]
+        elif order == "shuffled":
+            samples = tuple(random.Random(3).sample(samples, len(samples)))
+        parts.append(samples)
+    return TrainBatch(
+        version=batch.version,
+        minibatches=tuple(parts),
+        rl_denominators=batch.rl_denominators,
+        ce_denominators=batch.ce_denominators,
+    )
+
+
+def gradients_of(learner: Learner) -> dict[str, Tensor]:
+    return {name: safe_get_full_grad(p).detach().clone() for name, p in learner.policy.named_parameters()}
+
+
+def parameters_of(learner: Learner) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in learner.policy.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Largest relative errors over all batches, inner steps and parameters of one case, and the branches its tokens took."""
+    model = folder / f"model-{rank}-{'tied' if case['tied'] else 'untied'}"
+    oracle.write_model(model, tied=case["tied"])
+    epochs, minibatches = case["inner"]
+    learner = Learner(recipe(case, model), model, rank, world_size)
+    learner.begin_phase(OPTIMIZER, oracle.BATCHES * epochs * minibatches)
+    learner.set_reference()
+    seen: list[dict[str, Tensor]] = []
+    norms: list[float] = []
+    step = learner.adamw.step
+
+    def recording_step(rate: float) -> float:
+        seen.append(gradients_of(learner))
+        norms.append(step(rate))
+        return norms[-1]
+
+    learner.adamw.step = recording_step  # type: ignore[method-assign]
+    events: Counter[str] = Counter()
+    errors = dict.fromkeys(("logprobs", "norm", "gradients", "parameters"), 0.0)
+
+    def note(kind: str, error: float) -> None:
+        errors[kind] = max(errors[kind], error)
+
+    traces = oracle.plain_loop(model, epochs=epochs, minibatches=minibatches)
+    for recorded, expected in zip(oracle.recorded_batches(minibatches), traces, strict=True):
+        batch = reordered(recorded, case["order"])
+        for samples, known, original in zip(batch.minibatches, expected.logprobs, recorded.minibatches, strict=True):
+            by_name = {s.sample_id: values for s, values in zip(original, known, strict=True)}
+            for sample, got in zip(samples, learner.logprobs(samples, "policy"), strict=True):
+                note("logprobs", relative(torch.tensor(got), torch.tensor(by_name[sample.sample_id])))
+        events += expected.events
+        seen.clear()
+        norms.clear()
+        learner.train(batch)
+        assert len(seen) == len(expected.gradients) == epochs * minibatches
+        for got, want, norm, known_norm in zip(seen, expected.gradients, norms, expected.norms, strict=True):
+            note("norm", abs(norm - known_norm) / known_norm)
+            for name in want:
+                note("gradients", relative(got[name], want[name]))
+        for name, value in parameters_of(learner).items():
+            note("parameters", relative(value, expected.parameters[name]))
+    learner.engine.destroy()
+    return errors, dict(events)
+
+
+def main() -> None:
+    rank, world_size, port = (int(a) for a in sys.argv[1:4])
+    torch.set_num_threads(1)
+    distributed.join(rank, world_size, "127.0.0.1", port, timeout_s=120)
+    for case in json.loads(sys.argv[5]):
+        errors, events = run(case, Path(sys.argv[4]), rank, world_size)
+        if rank == 0:
+            print(json.dumps({"case": case, "errors": errors, "events": events}), flush=True)
+    distributed.leave()
+
+
+if __name__ == "__main__":
+    main()
