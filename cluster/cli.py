@@ -109,11 +109,12 @@ def resume(
 def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path, quiet: bool) -> None:
     from slipstream.cluster.launch import launch
     from slipstream.cluster.progress import final_table
-    from slipstream.cluster.report import build_report
 
     summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
-    report_file = build_report(path)
     out.print(final_table(summary))
+    from slipstream.cluster.report import build_report
+
+    report_file = build_report(path)
     out.print(f"report   {report_file}", soft_wrap=True)
     checkpoint = sorted((path / "checkpoints").glob("step-*"))
     out.print("next:", style="bold")

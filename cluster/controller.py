@@ -320,7 +320,7 @@ class Controller:
         """Record the step, keep a checkpoint if one is due, and send the weights on their way (one publication at a time)."""
         self._progressed()
         trained = metrics["time/train_tokens"].value()
-        assert isinstance(trained, float)
+        assert isinstance(trained, (int, float))
         usage = self.usage.step(await self.fleet.stats(), waited_s, trained)
         ledger: Metrics = {f"ledger/{k}": Last(n) for k, n in self.flow.ledger.as_dict().items()}
         self.telemetry.step(version.batch, {**metrics, **usage, **ledger, **self._publication_metrics()})
@@ -334,7 +334,7 @@ class Controller:
 
     def _eval_due(self, batch: int) -> bool:
         every = self.recipe.monitor.eval.every
-        return bool(every) and batch % every == 0 and batch < self.recipe.schedule.steps
+        return bool(every) and batch > 0 and batch % every == 0 and batch < self.recipe.schedule.steps
 
     async def _publish(self, version: WeightVersion) -> None:
         publication = await self.fleet.publish(version, self.learners.buckets())

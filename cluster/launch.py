@@ -118,7 +118,7 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
     if address == "local":
         wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus
         options = {"num_cpus": max(os.cpu_count() or 1, int(wanted + 0.999)), "include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield
     finally:

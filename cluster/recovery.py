@@ -118,11 +118,11 @@ async def save(controller: Controller) -> None:
         "ready": [encode_group(group) for group, _ in flow.ready.values()],
         "in_flight": [controller.places[group_id] for group_id in flow.in_flight],
     }
+    controller.telemetry.event("checkpoint", batch=flow.learner.batch)  # here: groups may finish while the learner writes
     step, keep = flow.learner.batch, controller.recipe.checkpoint.keep
     with write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep) as folder:
         await controller.learners.save(str(folder / LEARNER))
         (folder / FILE).write_text(json.dumps(state))
-    controller.telemetry.event("checkpoint", batch=step)
 
 
 def in_flight(saved: Path | None) -> list[tuple[int, int]]:

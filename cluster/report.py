@@ -18,6 +18,10 @@ from slipstream.cluster.report_panels import Panel, panels
 from slipstream.cluster.report_samples import Decode, choose, read_latest, render
 from slipstream.core.rundir import RunDirectory, write_atomically
 
+_LAGS = (
+    "Lag of each token: the learner's version when its batch was assembled minus the version that sampled the token. "
+    "Darker: a larger share of the batch. Red: beyond the bound, so without loss weight."
+)
 _MOST_EVENTS = 100
 _FREQUENT = 20  # kinds of events beyond it are counted, not listed
 
@@ -42,11 +46,9 @@ def build_report(run_dir: Path, decode: Decode | None = None) -> Path:
         section("Learning", _figure(draw_learning(history, _evaluations(events.records)), "Reward and held-out score")),
         section(
             "Staleness",
-            _figure(
-                draw_lags(history, bound), "Lag of each token: learner version at assembly minus the version that sampled it"
-            ),
+            _figure(draw_lags(history, bound), _LAGS),
         ),
-        section("Over the steps", _grid(panels(bound), history)),
+        section("Over the steps", _grid([*_reward_parts(history), *panels(bound)], history)),
         section("Ledger", _ledger(summary)),
         section("Summary", _summary_tables(summary)),
         section("Samples", "".join(render(why, one, decode) for why, one in choose(read_latest(run.stream_file("samples"))))),
@@ -113,7 +115,9 @@ def _cards(summary: Mapping[str, Any], history: History) -> str:
     if (ess := of("offpolicy", "ess_mean")) is not None:
         cards.append(("effective sample size", percent(ess), f"largest ratio {show(of('offpolicy', 'ratio_max'))}"))
     if (idle := of("idle", "learner")) is not None:
-        cards.append(("idle: learner / rollout", f"{percent(idle)} / {percent(of('idle', 'rollout'))}", "share of the run"))
+        cards.append(
+            ("idle: learner / rollout", f"{percent(idle, 0)} / {percent(of('idle', 'rollout'), 0)}", "share of the run")
+        )
     if (speed := of("throughput", "rollout_tokens_per_s")) is not None:
         cards.append(("rollout", f"{speed:,.0f}", f"tokens/s, trained {show(of('throughput', 'trained_tokens_per_s'))}"))
     if (pause := of("weights", "pause_s_p50")) is not None:
@@ -131,6 +135,14 @@ def _grid(wanted: Sequence[Panel], history: History) -> str:
         if picture
     )
     return f'<div class="grid">{grid}</div>' if grid else ""
+
+
+def _reward_parts(history: History) -> list[Panel]:
+    """A panel for the reward functions where there are several."""
+    names = [name for name in history.names("reward/") if name not in ("reward/mean", "reward/group_spread")]
+    series = tuple((name, name.removeprefix("reward/")) for name in names)
+    caption = "Each function's score, before its weight."
+    return [Panel("Reward functions", caption, series, from_zero=False)] if len(names) > 1 else []
 
 
 def _figure(picture: str | None, caption: str) -> str:

@@ -66,15 +66,15 @@ class History:
 
 def draw_panel(panel: Panel, history: History) -> str | None:
     """The panel as an ``img`` source, or None where nothing of it was logged."""
-    present = [(label, *history.series(metric)) for metric, label in panel.series]
-    present = [(label, x, y) for label, x, y in present if len(x)]
+    present = [(metric, label, *history.series(metric)) for metric, label in panel.series]
+    present = [line for line in present if len(line[2])]
     if not present:
         return None
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 2.5), layout="constrained")
         axes = figure.subplots()
-        for colour, (label, x, y) in zip(COLOURS, present, strict=False):
-            _line(axes, x, y, colour, label)
+        for colour, (metric, label, x, y) in zip(COLOURS, present, strict=False):
+            _line(axes, x, y, colour, label, smooth=not metric.endswith("_max"))
         if panel.limit is not None:
             _limit_line(axes, panel.limit)
         _frame(axes, panel.unit)
@@ -88,7 +88,7 @@ def draw_panel(panel: Panel, history: History) -> str | None:
 
 
 def draw_learning(history: History, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-    """Reward of the training batches, its parts, and held-out accuracy."""
+    """Reward of the training batches, and held-out accuracy."""
     x, y = history.series("reward/mean")
     points = [(e["step"], e["score"]) for e in evaluations if isinstance(e.get("score"), int | float)]
     if not len(x) and not points:
@@ -98,11 +98,6 @@ def draw_learning(history: History, evaluations: Sequence[Mapping[str, Any]]) ->
         axes = figure.subplots()
         if len(x):
             _line(axes, x, y, COLOURS[0], "reward of training batches")
-        parts = [name for name in history.names("reward/") if name not in ("reward/mean", "reward/group_spread")]
-        if len(parts) > 1:
-            for colour, name in zip(COLOURS[2:], parts, strict=False):
-                px, py = _thin(*history.series(name))
-                axes.plot(px, py, color=colour, linewidth=1, alpha=0.8, label=name.removeprefix("reward/"))
         if points:
             steps, scores = zip(*points, strict=True)
             metric = str(evaluations[-1].get("metric") or "score")
@@ -119,53 +114,67 @@ def draw_learning(history: History, evaluations: Sequence[Mapping[str, Any]]) ->
 
 
 def draw_lags(history: History, bound: int | None, name: str = "staleness/token_hist") -> str | None:
-    """Which lags the tokens of each batch had, as a heat map over steps, with the totals beside it and the bound drawn."""
+    """Which lags the tokens of each batch had, as a heat map over steps, with the totals beside it and the bound drawn.
+
+    Lags beyond the bound are red.  The darkness grows with the root of the share, so that rare lags are seen.
+    """
     histograms = history.histograms(name)
     if not histograms:
         return None
     steps = sorted(histograms)
-    top = max([lag for counts in histograms.values() for lag in counts] + [bound or 0]) + 1
+    top = max([lag for counts in histograms.values() for lag in counts] + [bound or 0])
     columns = np.array_split(np.array(steps), min(len(steps), 160))
-    shares = np.zeros((top + 1, len(columns)))
-    totals = np.zeros(top + 1)
+    tokens = np.zeros((top + 1, len(columns)))
     for place, column in enumerate(columns):
         for step in column:
             for lag, count in histograms[int(step)].items():
-                shares[lag, place] += count
-        totals += shares[:, place]
-        shares[:, place] /= max(shares[:, place].sum(), 1)
+                tokens[lag, place] += count
+    limit = top if bound is None else bound
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(11.4, 0.9 + 0.42 * min(top + 2, 8)), layout="constrained")
+        figure = Figure(figsize=(11.4, 1.0 + 0.42 * min(top + 1.6, 9)), layout="constrained")
         over_time, overall = figure.subplots(1, 2, width_ratios=(5, 1), sharey=True)
-        extent = (steps[0] - 0.5, steps[-1] + 0.5, -0.5, top + 0.5)
-        shown = np.ma.masked_equal(shares, 0)
-        picture = over_time.imshow(
-            shown, origin="lower", aspect="auto", interpolation="nearest", extent=extent, cmap=_heat(), vmin=0, vmax=1
-        )
-        over_time.grid(False)
-        over_time.set_xlabel("step")
-        over_time.set_ylabel("lag of a token, in batches")
-        over_time.set_yticks(range(top + 1) if top <= 12 else range(0, top + 1, 2))
-        share = totals / max(totals.sum(), 1)
-        colours = [LIMIT if bound is not None and lag > bound else COLOURS[0] for lag in range(top + 1)]
-        overall.barh(range(top + 1), share, height=0.72, color=colours)
-        for lag, value in enumerate(share):
-            if value:
-                overall.text(value + 0.02, lag, f"{value:.1%}", va="center", fontsize=8.5)
-        overall.set_xlim(0, 1.3)
-        overall.set_xticks([])
-        overall.grid(False)
-        overall.set_title("all tokens", fontsize=9, color=MUTED)
+        _heat_map(over_time, tokens, limit, (steps[0] - 0.5, steps[-1] + 0.5, -0.5, top + 0.5))
+        _totals(overall, tokens.sum(1), limit)
         if bound is not None:
             for axes in (over_time, overall):
                 axes.axhline(bound + 0.5, color=LIMIT, linewidth=1.4, linestyle=(0, (4, 2)))
-            text = f"bound: max_staleness = {bound}"
-            over_time.text(0.995, bound + 0.56, text, color=LIMIT, ha="right", va="bottom", fontsize=8.5,
-                           transform=over_time.get_yaxis_transform())  # fmt: skip
-        bar = figure.colorbar(picture, ax=over_time, pad=0.01, fraction=0.025)
-        bar.set_label("share of the batch's tokens")
-        bar.outline.set_visible(False)
+            label = {
+                "color": LIMIT,
+                "ha": "right",
+                "va": "bottom",
+                "fontsize": 8.5,
+                "transform": over_time.get_yaxis_transform(),
+            }
+            over_time.text(0.995, bound + 0.54, f"bound: max_staleness = {bound}", **label)
+        over_time.set_ylim(-0.5, top + 1.1)
         return _image(figure)
+
+
+def _heat_map(axes: Axes, tokens: np.ndarray, limit: int, extent: tuple[float, float, float, float]) -> None:
+    shares = tokens / np.maximum(tokens.sum(0), 1)
+    rows = np.arange(len(shares))[:, None]
+    for visible, end in ((rows <= limit, "#1d4ed8"), (rows > limit, "#b91c1c")):
+        shown = np.ma.masked_where(~(visible & (shares > 0)), np.sqrt(shares))
+        colours = mpl.colors.LinearSegmentedColormap.from_list("lag", ["#ffffff", end])
+        axes.imshow(shown, origin="lower", aspect="auto", interpolation="nearest", extent=extent, cmap=colours, vmin=0, vmax=1)
+    axes.grid(False)
+    axes.set_xlabel("step")
+    axes.set_ylabel("lag of a token, in batches")
+    axes.set_yticks(range(0, len(shares), 1 if len(shares) <= 12 else 2))
+
+
+def _totals(axes: Axes, tokens: np.ndarray, limit: int) -> None:
+    shares = tokens / max(tokens.sum(), 1)
+    colours = [LIMIT if lag > limit else COLOURS[0] for lag in range(len(shares))]
+    axes.barh(range(len(shares)), shares, height=0.72, color=colours)
+    for lag, value in enumerate(shares):
+        if value:
+            axes.text(value + 0.03, lag, f"{value:.1%}" if value >= 0.001 else "<0.1%", va="center", fontsize=8.5)
+    axes.set_xlim(0, 1.4)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(False)
+    axes.set_title("all tokens", fontsize=9, color=MUTED)
 
 
 def draw_ledger(ledger: Mapping[str, Any]) -> str | None:
@@ -190,10 +199,10 @@ def draw_ledger(ledger: Mapping[str, Any]) -> str | None:
         return _image(figure)
 
 
-def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> None:
-    """The values, faint under a running mean where there are many."""
-    if len(x) < 30:
-        axes.plot(x, y, color=colour, linewidth=1.6, marker="o" if len(x) == 1 else None, label=label)
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str, smooth: bool = True) -> None:
+    """The values, faint under a running mean where there are many; a maximum is never averaged."""
+    if len(x) < 30 or not smooth:
+        axes.plot(*_thin(x, y, smooth), color=colour, linewidth=1.4, marker="o" if len(x) == 1 else None, label=label)
         return
     axes.plot(*_thin(x, y), color=colour, linewidth=0.8, alpha=0.28)
     width = max(len(y) // 25, 3)
@@ -203,12 +212,12 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> 
     axes.plot(*_thin(x, (sums[ends] - sums[starts]) / (ends - starts)), color=colour, linewidth=1.8, label=label)
 
 
-def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most 400 points, each the mean of its neighbours, so that a long run's report stays small."""
+def _thin(x: np.ndarray, y: np.ndarray, mean: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """At most 400 points, each the mean (or the maximum) of its neighbours, so that a long run's report stays small."""
     if len(x) <= _MOST_POINTS:
         return x, y
     parts = list(zip(np.array_split(x, _MOST_POINTS), np.array_split(y, _MOST_POINTS), strict=True))
-    return np.array([part.mean() for part, _ in parts]), np.array([part.mean() for _, part in parts])
+    return np.array([part.mean() for part, _ in parts]), np.array([part.mean() if mean else part.max() for _, part in parts])
 
 
 def _frame(axes: Axes, unit: str) -> None:
@@ -224,10 +233,6 @@ def _limit_line(axes: Axes, limit: float) -> None:
 
 def _legend(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.1, handlelength=1.4, columnspacing=1.2)
-
-
-def _heat() -> Any:
-    return mpl.colors.LinearSegmentedColormap.from_list("lag", ["#eff6ff", "#93c5fd", "#2563eb", "#1e3a8a"])
 
 
 def _image(figure: Figure) -> str:

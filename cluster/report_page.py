@@ -29,8 +29,8 @@ def show(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def percent(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, int | float) else "–"
+def percent(value: Any, digits: int = 1) -> str:
+    return f"{value:.{digits}%}" if isinstance(value, int | float) else "–"
 
 
 def clock(value: Any) -> str:
@@ -67,9 +67,9 @@ header .error { color: #991b1b; background: #fee2e2; padding: 8px 12px; border-r
 .status.completed { background: #d1fae5; color: #065f46; } .status.failed { background: #fee2e2; color: #991b1b; }
 
 .cards > div, figure, .sample, table, pre { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(175px, 1fr)); gap: 12px; margin-top: 20px; }
-.cards > div { padding: 12px 14px; } .cards h4 { margin: 0; font-size: 12px; color: #64748b; font-weight: 500; }
-.cards p { margin: 2px 0; font-size: 21px; font-weight: 650; white-space: nowrap; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(148px, 1fr)); gap: 12px; margin-top: 20px; }
+.cards > div { padding: 12px; } .cards h4 { margin: 0; font-size: 12px; color: #64748b; font-weight: 500; }
+.cards p { margin: 2px 0; font-size: 19px; font-weight: 650; white-space: nowrap; }
 
 figure { margin: 0; padding: 14px; } figure img { width: 100%; display: block; }
 figcaption { color: #64748b; font-size: 13px; margin-top: 6px; }
