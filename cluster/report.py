@@ -187,7 +187,8 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _details(event: Mapping[str, Any]) -> str:
+    fields = {key: round(value, 4) if isinstance(value, float) else value for key, value in event.items()}
     text = ", ".join(
-        f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in event.items() if key not in ("time", "kind")
+        f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items() if key not in ("time", "kind")
     )
     return text if len(text) <= 400 else f"{text[:399]}…"

@@ -103,9 +103,8 @@ def draw_learning(history: History, evaluations: Sequence[Mapping[str, Any]]) ->
             metric = str(evaluations[-1].get("metric") or "score")
             style = {"color": COLOURS[1], "marker": "o", "markersize": 6, "linewidth": 1.2, "linestyle": (0, (4, 3))}
             axes.plot(steps, scores, label=f"held-out {metric}", zorder=5, **style)
-            for step, score in {points[0], points[-1]}:
-                offset = (0, 8) if score < 0.9 * max(axes.get_ylim()) else (0, -15)
-                place = {"xytext": offset, "textcoords": "offset points", "ha": "center", "fontsize": 9, "fontweight": "bold"}
+            for (step, score), side in ((points[0], "left"), (points[-1], "right"))[: len(points)]:
+                place = {"xytext": (0, 9), "textcoords": "offset points", "ha": side, "fontsize": 9, "fontweight": "bold"}
                 axes.annotate(f"{score:.3f}", (step, score), color=COLOURS[1], zorder=6, **place)
         _frame(axes, "")
         axes.margins(y=0.12)

@@ -69,7 +69,7 @@ header .error { color: #991b1b; background: #fee2e2; padding: 8px 12px; border-r
 .cards > div, figure, .sample, table, pre { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(148px, 1fr)); gap: 12px; margin-top: 20px; }
 .cards > div { padding: 12px; } .cards h4 { margin: 0; font-size: 12px; color: #64748b; font-weight: 500; }
-.cards p { margin: 2px 0; font-size: 19px; font-weight: 650; white-space: nowrap; }
+.cards p { margin: 2px 0; font-size: 18px; font-weight: 650; white-space: nowrap; }
 
 figure { margin: 0; padding: 14px; } figure img { width: 100%; display: block; }
 figcaption { color: #64748b; font-size: 13px; margin-top: 6px; }
@@ -81,7 +81,9 @@ table { border-collapse: separate; border-spacing: 0; font-size: 13px; padding: 
 .tables table { margin: 0; } caption { text-align: left; font-weight: 650; padding: 6px 2px; }
 th { text-align: left; font-weight: 500; color: #475569; padding: 2px 14px 2px 0; vertical-align: top; white-space: nowrap; }
 td { padding: 2px 14px 2px 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.small td:last-child { text-align: right; padding-right: 0; } .log { width: 100%; } .log td:last-child { width: 100%; }
+.small td:last-child { text-align: right; padding-right: 0; }
+.log { width: 100%; } .log td { vertical-align: top; white-space: nowrap; }
+.log td:last-child { width: 100%; white-space: normal; }
 
 .sample { padding: 14px 16px; margin-bottom: 14px; }
 .facts, .prompt, .keys { margin: 4px 0; font-size: 13px; color: #475569; }

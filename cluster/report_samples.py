@@ -72,7 +72,7 @@ def render(why: str, sample: Mapping[str, Any], decode: Decode | None) -> str:
     return (
         f'<article class="sample"><h3>{safe(why)} <small>{safe(sample.get("sample_id"))}</small></h3>'
         f'<p class="facts">{line}</p><p class="prompt"><b>prompt</b> <bdi>{_visible(_prompt(sample.get("prompt")))}</bdi></p>'
-        f'<p class="keys">policy version of each token: {legend}</p>'
+        f'<p class="keys">policy version of each token: {legend} · below it its log-prob · dashed: no loss weight</p>'
         f'<div class="tokens">{_tokens(sample, versions, tints, decode)}</div></article>'
     )
 
