@@ -102,7 +102,7 @@ def _cards(summary: Mapping[str, Any], history: History) -> str:
     cards: list[tuple[str, str, str]] = []
     before, after = of("eval", "before"), of("eval", "after")
     if before is not None or after is not None:
-        value = f"{show(before)} → {show(after)}" if after is not None else show(before)
+        value = " → ".join(f"{score:.3f}" for score in (before, after) if score is not None)
         cards.append((f"held-out {of('eval', 'metric') or 'score'}", value, f"n = {show(of('eval', 'n'))}"))
     elif len(rewards := history.series("reward/mean")[1]):
         cards.append(("reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}", "first and last batch"))

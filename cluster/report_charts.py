@@ -80,8 +80,9 @@ def draw_panel(panel: Panel, history: History) -> str | None:
         _frame(axes, panel.unit)
         if panel.share:
             axes.set_ylim(-0.02, 1.02)
-        elif panel.from_zero and axes.get_ylim()[0] > 0:
-            axes.set_ylim(bottom=0)
+        elif panel.from_zero and min(y.min() for *_, y in present) >= 0:
+            highest = max(y.max() for *_, y in present)
+            axes.set_ylim(0, None if highest else 1)
         if len(present) > 1 or panel.limit is not None:
             _legend(axes)
         return _image(figure)

@@ -18,7 +18,9 @@ def section(title: str, content: str) -> str:
 
 
 def safe(value: Any) -> str:
-    return html.escape(str(value), quote=True)
+    """Text for the page: escaped, with control and direction characters written out."""
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(value))
+    return html.escape("".join(shown), quote=True)
 
 
 def show(value: Any) -> str:

@@ -92,7 +92,7 @@ def _tokens(sample: Mapping[str, Any], versions: Sequence[str], tints: Mapping[s
             f"token {place} · id {ids[place]} · version {versions[place]} · KV from {kv_versions[place]} · "
             f"log-prob {_number(logprob)} · weight {weights[place]}"
         )
-        below = "" if logprob is None else f"<i>{logprob:.2f}</i>"
+        below = "" if logprob is None else f"<i>{round(logprob, 2) + 0.0:.2f}</i>"
         style = f"background:{tints.get(versions[place], '#fff')}"
         shown = _visible(texts[place].replace(" ", "␣"))
         boxes.append(f'<span class="{kind}" style="{style}" title="{safe(title)}">{shown}{below}</span>')
@@ -129,9 +129,8 @@ def _prompt(prompt: Any) -> str:
 
 
 def _visible(text: str) -> str:
-    """Escaped, with control and direction characters written out, so that no text can disturb the page."""
-    shown = (c if c.isprintable() else "⏎" if c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return safe("".join(shown))
+    """Escaped, with line ends shown."""
+    return safe(text.replace("\n", "⏎").replace("\t", "⇥"))
 
 
 def _number(value: Any) -> str | None:
