@@ -83,7 +83,7 @@ def _sample(rng: random.Random, name: str) -> TrainSample:
 
 @dataclass
 class Trace:
-    """What one batch did: log-probs before it, per inner step the gradient before clipping and its norm, parameters after it."""
+    """One batch: log-probs before it, the gradient before clipping and its norm per inner step, parameters after it."""
 
     logprobs: list[list[list[float]]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)

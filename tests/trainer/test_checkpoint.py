@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from slipstream.trainer.checkpoint import LATEST, LEARNER, MANIFEST, CheckpointError, export_model, latest, verify, write_checkpoint
+from slipstream.trainer.checkpoint import (
+    LATEST,
+    LEARNER,
+    MANIFEST,
+    CheckpointError,
+    export_model,
+    latest,
+    verify,
+    write_checkpoint,
+)
 
 
 def publish(root: Path, step: int, keep: int = 3, content: str = "") -> Path:
