@@ -22,6 +22,7 @@ from slipstream.core.weights import Bucket
 if TYPE_CHECKING:
     from slipstream.rollout.engine import CommitTimes
 
+
 @dataclass(frozen=True, slots=True)
 class RunPlace:
     """Where a run lives: a name for its shared memory, its folder for logs, and where user functions may stand."""
@@ -43,8 +44,13 @@ class EngineStats:
 class RolloutActor:
     """One engine, its grader and its share of the weight traffic.  Its methods run side by side on one event loop."""
 
-    async def start(self, recipe: Recipe, model_path: str, index: int, place: RunPlace, version: WeightVersion) -> str:
-        """Load everything; returns the id of the node, since weights are staged once per node."""
+    async def start(
+        self, recipe: Recipe, model_path: str, index: int, place: RunPlace, version: WeightVersion, first_task: Task
+    ) -> str:
+        """Load everything; returns the id of the node, since weights are staged once per node.
+
+        Raises ValueError where a reward function cannot be imported, or lacks what it needs in ``first_task``.
+        """
         redirect_output(Path(place.logs) / f"engine-{index}.log")
         from slipstream.rollout.engine import Engine
         from slipstream.rollout.environment import PromptEncoder
@@ -53,6 +59,8 @@ class RolloutActor:
         from slipstream.rollout.weights import Stager
         from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer
 
+        self._rewards = Rewards(recipe.reward, Path(place.search_path))
+        await self._rewards.start(first_task)
         path = Path(model_path)
         limit = recipe.model.max_length or context_length(path)
         self._engine = await Engine.start(
@@ -68,7 +76,7 @@ class RolloutActor:
         self._groups = GroupSampler(
             self._engine,
             PromptEncoder(load_tokenizer(path)).decode,
-            Rewards(recipe.reward, Path(place.search_path)),
+            self._rewards,
             seed=recipe.seed if sampling.seeded else None,
             max_tokens=sampling.max_tokens,
             max_length=limit,
@@ -102,6 +110,7 @@ class RolloutActor:
         await self._engine.check_health()
 
     async def stop(self) -> None:
+        self._rewards.close()
         self._stager.close()
         self._engine.shutdown()
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from slipstream.algos.advantages import batch_advantages
 from slipstream.algos.reductions import token_weights
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, Sum
 from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
-from slipstream.core.schema import Algo, Recipe
+from slipstream.core.schema import Recipe
 
 QUARTERS = 4
 
@@ -87,12 +87,14 @@ def _split(items: list[Any], parts: int) -> list[list[Any]]:
     """Contiguous parts whose sizes differ by one at most; never an empty one."""
     parts = min(parts, len(items))
     bounds = [round(i * len(items) / parts) for i in range(parts + 1)]
-    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [items[a:b] for a, b in pairwise(bounds)]
 
 
 def _penalised(group: Group, coefficient: float, kl_of_sample: Mapping[str, float]) -> Group:
     trajectories = tuple(
-        replace(t, reward=t.reward - coefficient * kl_of_sample[t.sample_id], rewards={**t.rewards, "kl": kl_of_sample[t.sample_id]})
+        replace(
+            t, reward=t.reward - coefficient * kl_of_sample[t.sample_id], rewards={**t.rewards, "kl": kl_of_sample[t.sample_id]}
+        )
         for t in group.trajectories
     )
     return replace(group, trajectories=trajectories)
@@ -134,9 +136,7 @@ def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[
     trajectories = [t for group in groups for t in group.trajectories]
     return {
         t.sample_id: sum(
-            behaviour - ref
-            for behaviour, ref, mine in zip(t.behaviour_logprobs, reference, t.loss_mask, strict=True)
-            if mine
+            behaviour - ref for behaviour, ref, mine in zip(t.behaviour_logprobs, reference, t.loss_mask, strict=True) if mine
         )
         for t, reference in zip(trajectories, reference_logprobs, strict=True)
     }
@@ -218,7 +218,9 @@ def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: in
         "staleness/token_max": Max(max(lags, default=0)),
         "staleness/trained_token_max": Max(max((lag for lag in lags if lag <= bound), default=0)),
         "staleness/token_hist": Histogram(dict(sorted(lags.items()))),
-        "staleness/sample_oldest_max": Max(max((version.batch - min(t.policy_versions).batch for t in trajectories), default=0)),
+        "staleness/sample_oldest_max": Max(
+            max((version.batch - min(t.policy_versions).batch for t in trajectories), default=0)
+        ),
         "staleness/kv_mean": _mean(kv_lags),
         "staleness/versions_per_sample": _mean([len(set(t.policy_versions)) for t in trajectories]),
         "staleness/versions_per_sample_max": Max(max((len(set(t.policy_versions)) for t in trajectories), default=0)),
@@ -230,8 +232,3 @@ def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: in
 
 def _mean(numbers: Sequence[float]) -> Mean:
     return Mean(sum(numbers) / len(numbers), len(numbers)) if numbers else Mean(0.0, 0.0)
-
-
-def is_rl(algo: Algo) -> bool:
-    """Whether the recipe needs rollouts at all."""
-    return algo.name != "sft"

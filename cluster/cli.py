@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,9 @@ err = Console(stderr=True)
 
 RUNS = Path("runs")
 USER_ERROR, RUN_ERROR = 2, 1
-RecipeFiles = Annotated[list[str], typer.Argument(metavar="RECIPE... [a.b=c ...]", help="YAML files, merged left to right, then overrides")]
+RecipeFiles = Annotated[
+    list[str], typer.Argument(metavar="RECIPE... [a.b=c ...]", help="YAML files, merged left to right, then overrides")
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart")]
 
 
@@ -112,9 +113,7 @@ def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path,
 
     summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
     out.print(final_table(summary))
-    from slipstream.cluster.report import build_report
-
-    report_file = build_report(path)
+    report_file = _report(path)
     out.print(f"report   {report_file}", soft_wrap=True)
     checkpoint = sorted((path / "checkpoints").glob("step-*"))
     out.print("next:", style="bold")
@@ -148,9 +147,19 @@ def report(path: RunPath) -> None:
 
     [dim]slipstream report runs/quickstart[/]
     """
+    out.print(str(_report(path)), soft_wrap=True)
+
+
+def _report(path: Path) -> Path:
+    """Build the report; the last checkpoint's tokenizer spells the tokens of its samples."""
     from slipstream.cluster.report import build_report
 
-    out.print(str(build_report(path)), soft_wrap=True)
+    models = sorted((path / "checkpoints").glob("step-*/learner/model"))
+    if not models:
+        return build_report(path)
+    from slipstream.trainer.model import load_tokenizer
+
+    return build_report(path, load_tokenizer(models[-1]).decode)
 
 
 @app.command()
@@ -199,7 +208,6 @@ def doctor() -> None:
         out.print(f"{mark}  {finding.what}", highlight=False)
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(RUN_ERROR)
-
 
 
 if __name__ == "__main__":

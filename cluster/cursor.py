@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from slipstream.cluster.evaluation import Encoded
 from slipstream.core.records import Task
 from slipstream.rollout.environment import PromptEncoder, PromptTooLong
 from slipstream.rollout.tasks import TaskSource
-
-Encoded = tuple[Task, tuple[int, ...]]
 
 
 class Cursor:
@@ -39,6 +38,10 @@ class Cursor:
             f"data: not one of {len(self._source)} prompts fits; raise data.max_prompt_tokens or model.max_length, "
             "or lower rollout.sampling.max_tokens"
         )
+
+    def first(self) -> Task:
+        """The first task, whatever its length: what the reward functions are checked against."""
+        return self._source.task(0, 0)
 
     def at(self, epoch: int, position: int) -> Encoded:
         """A given task again, for a retry.  Raises PromptTooLong."""

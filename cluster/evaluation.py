@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from slipstream.core.records import Group, Task
+from slipstream.core.records import Group, Task, Trajectory
+from slipstream.core.schema import Evaluation
+from slipstream.rollout.rewards import GradingError
+
+if TYPE_CHECKING:
+    from slipstream.cluster.fleet import Fleet
+    from slipstream.cluster.flow import Flow
+    from slipstream.cluster.telemetry import Telemetry
+
+Encoded = tuple[Task, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """``score`` is the mean reward over ``n`` answers; where every reward is 0 or 1 the metric is called accuracy.
 
-    ``versions`` counts answered tokens by policy version: one entry, unless weights arrived meanwhile.
+    ``failed`` answers could not be graded and do not count.  ``versions`` counts answered tokens by policy version: one
+    entry, unless weights arrived meanwhile.
     """
 
     step: int
@@ -31,35 +41,61 @@ class EvalResult:
         return asdict(self)
 
 
-async def evaluate(
-    sample: Callable[[Task, tuple[int, ...]], Awaitable[Group]],
-    tasks: Sequence[tuple[Task, tuple[int, ...]]],
-    *,
-    step: int,
-    concurrency: int,
-    contain: tuple[type[BaseException], ...],
-) -> EvalResult:
-    """Answer each task once, ``concurrency`` at a time.  Failures of the kinds in ``contain`` are counted, others raised."""
-    gate = asyncio.Semaphore(concurrency)
-    start = time.perf_counter()
+class Evaluator:
+    """Asks every held-out task once per evaluation, ``monitor.eval.concurrency`` at a time, beside the training rollouts."""
 
-    async def one(task: Task, prompt_ids: tuple[int, ...]) -> Group | None:
-        async with gate:
+    def __init__(
+        self, evaluation: Evaluation, tasks: Sequence[Encoded], fleet: Fleet, flow: Flow, telemetry: Telemetry
+    ) -> None:
+        self._every = evaluation.every
+        self._gate = asyncio.Semaphore(evaluation.concurrency)
+        self._tasks = tasks
+        self._fleet = fleet
+        self._flow = flow
+        self._telemetry = telemetry
+        self._running: list[asyncio.Task[None]] = []
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation belongs between two steps here; before and after the training there is one in any case."""
+        return bool(self._tasks and self._every and step > 0 and step % self._every == 0)
+
+    def start(self, step: int) -> None:
+        """Evaluate in the background."""
+        self._running.append(asyncio.create_task(self.run(step)))
+
+    async def finish(self) -> None:
+        """Wait for the evaluations under way.  Raises what made one fail."""
+        for running in self._running:
+            await running
+        self._running.clear()
+
+    async def run(self, step: int) -> None:
+        if not self._tasks:
+            return
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(self._answer(replace(task, id=f"{task.id}@{step}"), ids) for task, ids in self._tasks))
+        graded = [answer for answer in answers if answer is not None]
+        self._telemetry.evaluated(score(graded, step, len(answers) - len(graded), time.perf_counter() - start))
+
+    async def _answer(self, task: Task, prompt_ids: tuple[int, ...]) -> Trajectory | None:
+        """One graded answer, under an id that is this evaluation's own; None if it could not be graded."""
+        async with self._gate:
+            version = self._flow.confirmed
             try:
-                return await sample(task, prompt_ids)
-            except contain:
+                group: Group = await self._fleet.sample(self._fleet.pick(version), task, prompt_ids, version, 1)
+            except GradingError:
                 return None
+        return group.trajectories[0]
 
-    groups = await asyncio.gather(*(one(task, prompt_ids) for task, prompt_ids in tasks))
-    answers = [t for group in groups if group is not None for t in group.trajectories]
-    rewards = [t.reward for t in answers]
-    versions = Counter(str(v) for t in answers for v in t.policy_versions)
+
+def score(answers: Sequence[Trajectory], step: int, failed: int, seconds: float) -> EvalResult:
+    rewards = [answer.reward for answer in answers]
     return EvalResult(
         step=step,
         score=sum(rewards) / len(rewards) if rewards else 0.0,
         n=len(rewards),
-        failed=len(tasks) - len(answers),
+        failed=failed,
         metric="accuracy" if set(rewards) <= {0.0, 1.0} else "reward",
-        seconds=time.perf_counter() - start,
-        versions=dict(sorted(versions.items())),
+        seconds=seconds,
+        versions=dict(sorted(Counter(str(v) for answer in answers for v in answer.policy_versions).items())),
     )

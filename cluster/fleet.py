@@ -47,8 +47,8 @@ class Fleet:
     place: RunPlace
     members: list[Member] = field(default_factory=list)
 
-    async def start(self, model_path: str, version: WeightVersion) -> None:
-        """Bring all engines up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
+    async def start(self, model_path: str, version: WeightVersion, first_task: Task) -> None:
+        """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
         gpus = self.recipe.rollout.tensor_parallel if ray.cluster_resources().get("GPU") else 0
         options = RolloutActor.options(
             num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
@@ -56,7 +56,7 @@ class Fleet:
         actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
         timeout = self.recipe.cluster.start_timeout_s
         try:
-            starts = (a.start.remote(self.recipe, model_path, i, self.place, version) for i, a in enumerate(actors))
+            starts = (a.start.remote(self.recipe, model_path, i, self.place, version, first_task) for i, a in enumerate(actors))
             nodes = await asyncio.wait_for(asyncio.gather(*starts), timeout)
         except TimeoutError:
             raise TimeoutError(
@@ -69,7 +69,9 @@ class Fleet:
         """The engine with the fewest groups among those that hold ``confirmed`` or newer."""
         return min((m for m in self.members if m.version >= confirmed), key=lambda m: (m.groups, m.index))
 
-    async def sample(self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
+    async def sample(
+        self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int
+    ) -> Group:
         member.groups += 1
         try:
             return await member.actor.sample.remote(task, prompt_ids, dispatched, size)

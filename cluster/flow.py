@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from slipstream.cluster.ledger import Ledger
+from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, Trajectory, WeightVersion
 from slipstream.core.schema import Schedule
 
@@ -174,12 +175,29 @@ class Flow:
         self.training = ()
         return self.learner
 
+    def imitated(self, samples: int) -> WeightVersion:
+        """A supervised step: a commit on demonstrations, which take no slots and are never stale."""
+        self.ledger.dispatch(samples)
+        self.ledger.move(samples, "in_flight", "trained")
+        self.learner = self.learner.next()
+        return self.learner
+
     def confirm(self, version: WeightVersion) -> None:
         """Every engine holds ``version``: the slots of the batches up to it are free."""
         assert self.confirmed <= version <= self.learner, f"confirmed {version}, between {self.confirmed} and {self.learner}"
         self.confirmed = version
         while self._unconfirmed and self._unconfirmed[0][0] <= version:
             self._unconfirmed.popleft()
+
+    def queue_metrics(self) -> Metrics:
+        """Lag so far of what is still on its way: a batch taken now would find it this stale."""
+        flights = [self.lag(flight.version) for flight in self.in_flight.values()]
+        queued = [self.lag(group.oldest) for group, _ in self.ready.values()]
+        return {
+            "staleness/in_flight_mean": Mean(sum(flights) / max(len(flights), 1), len(flights)),
+            "staleness/queued_mean": Mean(sum(queued) / max(len(queued), 1), len(queued)),
+            "staleness/dropped_total": Last(self.ledger.counts["stale"]),
+        }
 
 
 def fully_stale(trajectory: Trajectory, flow: Flow) -> bool:

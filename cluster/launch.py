@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.cluster.actors import redirect_output
+from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.progress import Display
 from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.rundir import RunDirectory
@@ -85,11 +87,13 @@ def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path:
             _write_failure(run_path, reason, snapshot)
             raise RunFailed(reason) from death
         except ray.exceptions.RayTaskError as failure:
-            from slipstream.cluster.controller import describe
-
             reason = describe(failure)
-            if not (run_path / "summary.json").exists():
+            if not (run_path / "events.jsonl").exists():
+                shutil.rmtree(run_path)  # it never began: the name stays free
+            elif not (run_path / "summary.json").exists():
                 _write_failure(run_path, reason, snapshot)
+            if isinstance(cause(failure), ValueError):
+                raise ValueError(str(cause(failure))) from failure
             raise RunFailed(reason) from failure
 
 

@@ -32,7 +32,9 @@ class LearnerGroup:
         timeout = self.recipe.cluster.start_timeout_s
         try:
             address = await asyncio.wait_for(self.ranks[0].address.remote(), timeout)
-            starts = (actor.start.remote(self.recipe, model_path, rank, self.place, address) for rank, actor in enumerate(self.ranks))
+            starts = (
+                actor.start.remote(self.recipe, model_path, rank, self.place, address) for rank, actor in enumerate(self.ranks)
+            )
             await asyncio.wait_for(asyncio.gather(*starts), timeout)
         except TimeoutError:
             raise TimeoutError(
@@ -78,7 +80,7 @@ class LearnerGroup:
             raise TimeoutError(f"learner: {method} took longer than cluster.step_timeout_s = {timeout} s") from None
 
     async def check_health(self) -> None:
-        """Raises ActorDiedError if a rank's process is gone.  A rank that trains answers after its step, so no time limit here."""
+        """Raises ActorDiedError if a rank's process is gone.  A rank answers between two steps only, so no time limit here."""
         await asyncio.gather(*(rank.pid.remote() for rank in self.ranks))
 
     def stop(self) -> None:

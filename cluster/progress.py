@@ -31,9 +31,15 @@ class Display:
         self._printed = 0.0
         self._said = ""
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
         )
-        self._warm = self._progress.add_task("warm start", total=recipe.warm_start.steps, visible=False) if recipe.warm_start else None
+        self._warm = (
+            self._progress.add_task("warm start", total=recipe.warm_start.steps, visible=False) if recipe.warm_start else None
+        )
         self._steps = self._progress.add_task(recipe.name, total=recipe.schedule.steps, start=False)
 
     def __enter__(self) -> Display:
@@ -81,7 +87,12 @@ def line(snapshot: dict[str, Any], recipe: Recipe) -> str:
         return f"warm start {snapshot['warm_step']}/{total}"
     metrics = snapshot["metrics"]
     parts = [f"{snapshot['stage']} {snapshot['step']}/{recipe.schedule.steps}"]
-    shown = {"reward": "reward/mean", "loss": "loss/ce", "lag": "staleness/token_mean", "tok/s": "throughput/rollout_tokens_per_s"}
+    shown = {
+        "reward": "reward/mean",
+        "loss": "loss/ce",
+        "lag": "staleness/token_mean",
+        "tok/s": "throughput/rollout_tokens_per_s",
+    }
     parts += [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if key in metrics]
     if snapshot["evaluations"]:
         last = snapshot["evaluations"][-1]
@@ -114,7 +125,7 @@ def numbers(snapshot: dict[str, Any], bound: int) -> Table:
         f"{shown('throughput/rollout_tokens_per_s', '{:.0f}')} tok/s sampled",
         f"{shown('throughput/trained_tokens_per_s', '{:.0f}')} tok/s trained",
         f"idle learner {shown('idle/learner', '{:.0%}')}, rollout {shown('idle/rollout', '{:.0%}')}",
-        f"in flight {ledger['in_flight']} · trained {ledger['trained']} · stale {ledger['stale']} · filtered {ledger['filtered']}",
+        " · ".join(f"{state.replace('_', ' ')} {ledger[state]}" for state in ("in_flight", "trained", "stale", "filtered")),
     )
     return table
 
@@ -138,5 +149,7 @@ def final_table(summary: dict[str, Any]) -> Table:
         "tokens/s", f"sampled {throughput['rollout_tokens_per_s']:.0f}, trained {throughput['trained_tokens_per_s']:.0f}"
     )
     table.add_row("idle", f"learner {idle['learner']:.0%}, rollout {idle['rollout']:.0%}")
-    table.add_row("weight updates", f"{weights['publishes']}, generation paused {1000 * weights['pause_s_p50']:.0f} ms each (median)")
+    table.add_row(
+        "weight updates", f"{weights['publishes']}, generation paused {1000 * weights['pause_s_p50']:.0f} ms each (median)"
+    )
     return table

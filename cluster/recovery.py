@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cluster.cursor import Cursor, Encoded
+from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.evaluation import Encoded
 from slipstream.cluster.ledger import Ledger
 from slipstream.core.records import Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
@@ -45,45 +46,64 @@ class Parts:
     cursor: Cursor
     held_out: list[Encoded]
     encoder: PromptEncoder
-    saved: Path | None
-    ready: tuple[Group, ...]
-    history: Sequence[Mapping[str, Any]]
+    saved: Path | None = None
+    ready: tuple[Group, ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
+    """(epoch, position) of tasks whose attempt was interrupted."""
+    history: Sequence[Mapping[str, Any]] = ()
 
 
 def prepare(recipe: Recipe, run: RunDirectory, *, resume: bool) -> Parts:
     """Open data and model, and find the last checkpoint if ``resume``.  Raises ValueError for what the user has to mend."""
     path = resolve_model(recipe.model, recipe.seed, CACHE)
-    limit = recipe.model.max_length or context_length(path)
-    encoder = PromptEncoder(
-        load_tokenizer(path),
+    encoder = _encoder(recipe, path)
+    source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
+    fresh = Parts(
+        run_id=f"{recipe.name}-{os.getpid()}",
+        model_path=str(path),
+        version=WeightVersion(0, 0),
+        ledger=Ledger(),
+        cursor=Cursor(source, encoder, recipe.data.epochs),
+        held_out=held_out_tasks(recipe, path),
+        encoder=encoder,
+    )
+    return _restore(fresh, run) if resume else fresh
+
+
+def _restore(parts: Parts, run: RunDirectory) -> Parts:
+    """The same parts as the last checkpoint knew them, under the next attempt; records of lost batches are removed."""
+    saved, version = last_checkpoint(run)
+    state = json.loads((saved / FILE).read_text())
+    attempts = [version.attempt, *(e["attempt"] for e in run.read("events").records if e["kind"] == "start")]
+    parts.cursor.epoch, parts.cursor.position, parts.cursor.skipped = state["cursor"]
+    run.rewind(version.batch)
+    return replace(
+        parts,
+        version=WeightVersion(max(attempts) + 1, version.batch),
+        ledger=Ledger.restore(state["ledger"]),
+        saved=saved,
+        ready=tuple(decode_group(group) for group in state["ready"]),
+        in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
+        history=run.read("metrics").records,
+    )
+
+
+def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
+    """The evaluation's tasks that fit, as prompt ids; none where ``monitor.eval.size`` is 0."""
+    if not recipe.monitor.eval.size:
+        return []
+    source = open_source(recipe.data, recipe.seed, "eval", recipe.monitor.eval)
+    return Cursor(source, _encoder(recipe, model_path), 1).all()
+
+
+def _encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
+    limit = recipe.model.max_length or context_length(model_path)
+    return PromptEncoder(
+        load_tokenizer(model_path),
+        chat=recipe.data.chat,
         system_prompt=recipe.data.system_prompt,
         max_prompt_tokens=_prompt_limit(recipe, limit),
         max_length=limit,
-    )
-    evaluation = recipe.monitor.eval
-    cursor = Cursor(open_source(recipe.data, recipe.seed, "train", evaluation), encoder, recipe.data.epochs)
-    held_out = Cursor(open_source(recipe.data, recipe.seed, "eval", evaluation), encoder, 1).all() if evaluation.size else []
-    saved = _last_checkpoint(run) if resume else None
-    state = json.loads((saved / FILE).read_text()) if saved is not None else None
-    version, ledger, ready = WeightVersion(0, 0), Ledger(), ()
-    if state is not None:
-        attempt, batch = WeightVersion.parse(state["version"])
-        version = WeightVersion(_attempts(run, attempt) + 1, batch)
-        ledger = Ledger.restore(state["ledger"])
-        cursor.epoch, cursor.position, cursor.skipped = state["cursor"]
-        ready = tuple(decode_group(group) for group in state["ready"])
-        run.rewind(batch)
-    return Parts(
-        run_id=f"{recipe.name}-{os.getpid()}",
-        model_path=str(path),
-        version=version,
-        ledger=ledger,
-        cursor=cursor,
-        held_out=held_out,
-        encoder=encoder,
-        saved=saved,
-        ready=ready,
-        history=run.read("metrics").records if saved is not None else (),
     )
 
 
@@ -93,19 +113,15 @@ def _prompt_limit(recipe: Recipe, context: int) -> int:
     return min(room, recipe.data.max_prompt_tokens or room)
 
 
-def _last_checkpoint(run: RunDirectory) -> Path:
+def last_checkpoint(run: RunDirectory) -> tuple[Path, WeightVersion]:
+    """The newest valid checkpoint and its version; one that had to be passed over is an event.  Raises ValueError for none."""
     found, warnings = latest(run.checkpoints)
     for warning in warnings:
         log.warning(warning)
         run.append("events", {"time": time.time(), "kind": "warning", "message": warning})
     if found is None:
-        raise ValueError(f"{run.path}: no checkpoint to resume from; start the run again under another name")
-    return found
-
-
-def _attempts(run: RunDirectory, saved: int) -> int:
-    """The newest attempt that ever started, which may be newer than the one that wrote the checkpoint."""
-    return max([saved, *(e["attempt"] for e in run.read("events").records if e["kind"] == "start")])
+        raise ValueError(f"{run.path}: there is no checkpoint; start the run again under another name")
+    return found, WeightVersion.parse(json.loads((found / FILE).read_text())["version"])
 
 
 async def save(controller: Controller) -> None:
@@ -123,18 +139,6 @@ async def save(controller: Controller) -> None:
     with write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep) as folder:
         await controller.learners.save(str(folder / LEARNER))
         (folder / FILE).write_text(json.dumps(state))
-
-
-def in_flight(saved: Path | None) -> list[tuple[int, int]]:
-    """(epoch, position) of the tasks that were in flight when the checkpoint was written."""
-    if saved is None:
-        return []
-    return [(epoch, position) for epoch, position in json.loads((saved / FILE).read_text())["in_flight"]]
-
-
-def evaluation_task(task: Task, step: int) -> Task:
-    """The same held-out task under an id of its own per evaluation, so that two evaluations may overlap."""
-    return replace(task, id=f"{task.id}@{step}")
 
 
 def encode_group(group: Group) -> dict[str, Any]:

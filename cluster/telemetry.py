@@ -68,7 +68,9 @@ class Telemetry:
     ``history`` restores the totals of the steps before a resume from ``metrics.jsonl``.
     """
 
-    def __init__(self, run: RunDirectory, run_name: str, sinks: Sequence[str], history: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, run: RunDirectory, run_name: str, sinks: Sequence[str], history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._run = run
         self._sinks = open_sinks(sinks, run, run_name)
         self._totals: Metrics = {}
@@ -94,7 +96,7 @@ class Telemetry:
         for sink in self._sinks:
             try:
                 sink.write(step, plain)
-            except Exception:  # noqa: BLE001 - a metric sink is one of the two seams where a fault is contained
+            except Exception:  # a metric sink is one of the two seams where a fault is contained
                 self.sink_failures += 1
                 log.exception("metric sink %s failed at step %d", type(sink).__name__, step)
 

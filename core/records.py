@@ -117,10 +117,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         for name in ("loss_mask", "behaviour_logprobs", "policy_versions", "kv_versions"):
-            if len(getattr(self, name)) != len(self.token_ids):
-                raise ValueError(
-                    f"trajectory {self.sample_id}: {name} has {len(getattr(self, name))} entries, expected {len(self.token_ids)}"
-                )
+            found, expected = len(getattr(self, name)), len(self.token_ids)
+            if found != expected:
+                raise ValueError(f"trajectory {self.sample_id}: {name} has {found} entries, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class Data(Section):
     shuffle: bool = True
     epochs: Positive | None = Field(None, description="passes over the data; default: as many as `schedule.steps` needs")
     max_prompt_tokens: Positive | None = Field(None, description="longer prompts are left out, and counted")
+    chat: bool = Field(False, description="a text prompt is the user's turn of a chat, put through the chat template")
     system_prompt: str | None = Field(None, description="put before every chat prompt")
 
 
@@ -112,6 +113,10 @@ class Algo(Section):
     kl: KL = Field(default_factory=KL)
     epochs: Positive = Field(1, description="passes over each batch")
     minibatches: Positive = Field(1, description="optimizer steps per pass")
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl.coefficient > 0 and self.kl.placement == "reward"
 
     @property
     def inner_steps(self) -> int:
@@ -261,7 +266,7 @@ class Recipe(Section):
             problems.append(
                 (
                     "rollout.sampling.max_tokens",
-                    f"got {rollout.sampling.max_tokens}, expected less than model.max_length = {limit}: the prompt needs room too",
+                    f"got {rollout.sampling.max_tokens}, expected less than model.max_length = {limit}: prompts need room too",
                 )
             )
         return problems

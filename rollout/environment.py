@@ -166,11 +166,16 @@ class PromptEncoder:
         self,
         tokenizer: Any,
         *,
+        chat: bool = False,
         system_prompt: str | None = None,
         max_prompt_tokens: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        """``max_prompt_tokens`` is the recipe's limit, ``max_length`` the context, which must hold one token more."""
+        """With ``chat``, text is the user's turn.
+
+        ``max_prompt_tokens`` is the recipe's limit; ``max_length`` the context, which must hold one token more.
+        """
+        self._chat = chat
         self.tokenizer = tokenizer
         self._system_prompt = system_prompt
         limits = []
@@ -187,6 +192,8 @@ class PromptEncoder:
         chat, or a prompt without tokens.
         """
         prompt = task.prompt
+        if self._chat and isinstance(prompt, str):
+            prompt = ({"role": "user", "content": prompt},)
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
         elif prompt and isinstance(prompt[0], int):
@@ -194,9 +201,7 @@ class PromptEncoder:
         else:
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         if self._system_prompt is not None and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))):
-            raise ValueError(
-                f"data.system_prompt is set, but task {task.id} is no chat; remove it, or give prompts as messages"
-            )
+            raise ValueError(f"data.system_prompt is set, but task {task.id} is no chat; set data.chat: true, or remove it")
         if not ids:
             raise ValueError(f"task {task.id}: the prompt has no tokens; a model without BOS needs at least one")
         if self._limit is not None and len(ids) > self._limit[0]:

@@ -163,3 +163,10 @@ def test_a_demonstration_ends_with_the_eos_even_where_padding_is_the_eos() -> No
         encoder.demonstration(task("21<"))
     with pytest.raises(ValueError, match="no EOS"):
         PromptEncoder(tokenizer(eos_token=None)).demonstration(task("21<", "12"))
+
+
+def test_text_becomes_the_users_turn_of_a_chat() -> None:
+    """With ``chat``, text and the same text as a message give the same ids, system prompt included."""
+    encoder = PromptEncoder(tokenizer(chat_template=TEMPLATE), chat=True, system_prompt="ohm")
+    text, message = encoder.encode(task("21<")), encoder.encode(task(({"role": "user", "content": "21<"},)))
+    assert text == message != PromptEncoder(tokenizer(chat_template=TEMPLATE)).encode(task("21<"))

@@ -1,0 +1,50 @@
+"""``slipstream eval``: the held-out score of a checkpoint, by a fresh engine on the exported weights."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.cluster.actors import RunPlace
+from slipstream.cluster.evaluation import EvalResult, Evaluator
+from slipstream.cluster.fleet import Fleet
+from slipstream.cluster.flow import Flow
+from slipstream.cluster.launch import ray_session
+from slipstream.cluster.recovery import held_out_tasks, last_checkpoint
+from slipstream.cluster.telemetry import Telemetry
+from slipstream.core.records import WeightVersion
+from slipstream.core.rundir import RunDirectory
+from slipstream.trainer.checkpoint import export_model
+
+
+def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
+    """Export the last checkpoint of ``path``, start engines on it, ask every held-out task once.
+
+    The result is also an ``eval`` event of the run.  Raises ValueError if there is no checkpoint or no held-out task.
+    """
+    with RunDirectory.open(path, write=True) as run, tempfile.TemporaryDirectory() as scratch:
+        recipe = run.recipe(overrides)
+        if not recipe.monitor.eval.size:
+            raise ValueError("monitor.eval.size: got 0, expected a number of tasks; give monitor.eval.size=256")
+        checkpoint, version = last_checkpoint(run)
+        model = Path(scratch) / "model"
+        export_model(checkpoint, model)
+        tasks = held_out_tasks(recipe, model)
+        telemetry = Telemetry(run, recipe.name, ())
+        fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{Path(scratch).name}", str(run.logs), str(Path.cwd())))
+        with ray_session(recipe):
+            evaluator = Evaluator(recipe.monitor.eval, tasks, fleet, Flow(recipe.schedule, version), telemetry)
+            return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry))
+
+
+async def _evaluate(
+    fleet: Fleet, evaluator: Evaluator, model: Path, version: WeightVersion, first_task: object, telemetry: Telemetry
+) -> EvalResult:
+    try:
+        await fleet.start(str(model), version, first_task)  # type: ignore[arg-type]
+        await evaluator.run(version.batch)
+        return telemetry.evaluations[-1]
+    finally:
+        await fleet.stop()

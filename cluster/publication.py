@@ -1,0 +1,71 @@
+"""From a committed version to engines that hold it: one publication at a time, beside the training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from slipstream.cluster.fleet import Fleet, Publication
+from slipstream.cluster.flow import Flow
+from slipstream.cluster.learners import LearnerGroup
+from slipstream.cluster.telemetry import Telemetry
+from slipstream.core.metrics import Last, Mean, Metrics
+from slipstream.core.records import WeightVersion
+
+
+class Publisher:
+    """Streams versions to the fleet and confirms them to the flow.  ``confirmed`` is called after every confirmation."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        learners: LearnerGroup,
+        flow: Flow,
+        telemetry: Telemetry,
+        confirmed: Callable[[WeightVersion], Awaitable[None]],
+    ) -> None:
+        self._fleet = fleet
+        self._learners = learners
+        self._flow = flow
+        self._telemetry = telemetry
+        self._confirmed = confirmed
+        self._running: asyncio.Task[None] | None = None
+        self._last: Publication | None = None
+        self.count = 0
+
+    async def publish(self, version: WeightVersion) -> None:
+        """Gather, stage, commit on every engine; returns when all of them generate with ``version``."""
+        publication = await self._fleet.publish(version, self._learners.buckets())
+        self._last = publication
+        self.count += 1
+        self._flow.confirm(version)
+        self._telemetry.event(
+            "confirmed",
+            version=str(version),
+            publish_s=publication.publish_s,
+            pause_s=publication.pause_s,
+            bytes=publication.nbytes,
+            staged_tokens=publication.staged_tokens,
+        )
+        await self._confirmed(version)
+
+    async def start(self, version: WeightVersion) -> None:
+        """Begin in the background, once the publication before it has ended."""
+        await self.finish()
+        self._running = asyncio.create_task(self.publish(version))
+
+    async def finish(self) -> None:
+        """Wait for the publication under way.  Raises what made it fail."""
+        if self._running is not None:
+            await self._running
+
+    def metrics(self) -> Metrics:
+        """``weights/*`` of the last publication that has ended."""
+        if self._last is None:
+            return {}
+        return {
+            "weights/publish_s": Mean(self._last.publish_s),
+            "weights/pause_s": Mean(self._last.pause_s),
+            "weights/bytes": Last(self._last.nbytes),
+            "weights/staged_tokens": Mean(self._last.staged_tokens),
+        }

@@ -1,0 +1,49 @@
+"""Supervised steps on the source's demonstrations: the warm start before reinforcement, and ``algo.name: sft``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from slipstream.cluster.assembly import assemble_demonstrations
+from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.learners import LearnerGroup
+from slipstream.core.metrics import Metrics
+from slipstream.core.records import WeightVersion
+from slipstream.core.schema import Recipe, WarmStart
+from slipstream.rollout.environment import PromptEncoder
+
+
+class Imitation:
+    """Feeds the learner demonstrations, in the order of the data, as batches of pure cross-entropy."""
+
+    def __init__(self, recipe: Recipe, cursor: Cursor, encoder: PromptEncoder, learners: LearnerGroup) -> None:
+        self._algo = recipe.algo
+        self._cursor = cursor
+        self._encoder = encoder
+        self._learners = learners
+        self.steps = 0
+
+    async def step(self, count: int, version: WeightVersion) -> tuple[int, Metrics] | None:
+        """Train once on the next ``count`` demonstrations; (how many there were, metrics), or None at the end of the data.
+
+        Raises ValueError if a task has no demonstration.
+        """
+        entries = [entry for entry in (self._cursor.next() for _ in range(count)) if entry is not None]
+        if not entries:
+            return None
+        demonstrations = [(task.id, *self._encoder.demonstration(task)) for task, _ in entries]
+        metrics = await self._learners.train(assemble_demonstrations(demonstrations, version, self._algo.minibatches))
+        self.steps += 1
+        return len(entries), metrics
+
+    async def warm_start(self, warm: WarmStart, version: WeightVersion) -> AsyncIterator[tuple[int, float]]:
+        """Yields (step, loss) after every step.  The version stays: what comes out is what the engines start from."""
+        await self._learners.begin_phase(warm.optimizer, warm.steps * self._algo.inner_steps)
+        for step in range(1, warm.steps + 1):
+            trained = await self.step(warm.batch_size, version)
+            if trained is None:
+                raise ValueError(
+                    f"warm_start: the data ended after {step - 1} of {warm.steps} steps of {warm.batch_size}; "
+                    "lower warm_start.steps or raise data.epochs"
+                )
+            yield step, float(trained[1]["loss/ce"].value())  # type: ignore[arg-type]
