@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from slipstream.core.records import VersionSpan, WeightVersion, versions_of
 from slipstream.core.schema import Model, Rollout
 from slipstream.rollout.environment import Completion
-from slipstream.rollout.weights import Staged, TransportName, mapped_update
+from slipstream.rollout.weights import TransportName
 
 T = TypeVar("T")
 
@@ -57,7 +57,8 @@ class Engine:
         self._busy_s = 0.0
         self.version = version
         self.admitted: dict[str, WeightVersion] = {}
-        self.sampled_tokens = 0
+        self._written: dict[str, Any] = {}
+        self._ended_tokens = 0
 
     @classmethod
     async def start(
@@ -75,10 +76,14 @@ class Engine:
         """Load the model and label its weights ``version``.  Engines of one run get different seeds."""
         llm = AsyncLLM.from_engine_args(engine_args(model_path, model, rollout, max_length, seed, transport))
         engine = cls(llm, rollout, eos_ids, version)
-        if transport == "mapped":
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        if transport != "nccl":  # NCCL meets the learner in ``connect``
+            await engine.connect({})
         await llm.update_weight_version(str(version))
         return engine
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Prepare the transport; for NCCL this meets the learner, and returns when both have."""
+        await self._guard(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def sample(
         self, prompt_ids: tuple[int, ...], *, request_id: str, seed: int | None = None, max_tokens: int | None = None
@@ -95,13 +100,14 @@ class Engine:
                 while not output.finished:
                     output = await self._guard(collector.get())
             except asyncio.CancelledError:
+                if response := self._written.pop(request_id, None):
+                    self._ended_tokens += response.num_output_tokens()
                 await self._llm.abort(collector.request_id, internal=True)
                 raise
             finally:
                 admitted = self._release(request_id)
-        completion = output.outputs[0]
-        self.sampled_tokens += len(completion.token_ids)
-        return self._completion(completion, admitted)
+        self._ended_tokens += len(output.outputs[0].token_ids)
+        return self._completion(output.outputs[0], admitted)
 
     async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> Any:
         async with self._admission:
@@ -109,15 +115,23 @@ class Engine:
             prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self.version)}
             collector = await self._guard(self._llm.add_request(request_id, prompt, params))  # type: ignore[arg-type]
             self.admitted[request_id] = self.version
+            if state := self._llm.output_processor.request_states.get(collector.request_id):  # None: it has ended already
+                self._written[request_id] = state.detokenizer
             self._busy_since = self._busy_since or time.perf_counter()
             return collector
 
     def _release(self, request_id: str) -> WeightVersion:
         admitted = self.admitted.pop(request_id)
+        self._written.pop(request_id, None)
         if not self.admitted and self._busy_since is not None:
             self._busy_s += time.perf_counter() - self._busy_since
             self._busy_since = None
         return admitted
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled since the start, those of running and of aborted requests included."""
+        return self._ended_tokens + sum(response.num_output_tokens() for response in self._written.values())
 
     @property
     def busy_s(self) -> float:
@@ -155,8 +169,8 @@ class Engine:
             text=output.text,
         )
 
-    async def commit(self, version: WeightVersion, staged: Staged) -> CommitTimes:
-        """Pause (running requests keep their cache), copy the staged weights, label them, resume.
+    async def commit(self, version: WeightVersion, update: dict[str, Any]) -> CommitTimes:
+        """Pause (running requests keep their cache), load what ``update`` points to, label it, resume.
 
         Any failure kills the engine and raises EngineFailed: it never resumes on torn weights.
         """
@@ -167,7 +181,7 @@ class Engine:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
                 loading = time.perf_counter()
                 await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=mapped_update(staged)))
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                 await self._llm.finish_weight_update(weight_version=str(version))
                 loaded = time.perf_counter()
                 await self._llm.resume_generation()
