@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import socket
 import sys
@@ -17,10 +18,11 @@ import ray
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import Group, Task, TrainBatch, TrainSample, WeightVersion
 from slipstream.core.schema import Optimizer, Recipe
-from slipstream.core.weights import Bucket
+from slipstream.core.weights import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from slipstream.rollout.engine import CommitTimes
+    from slipstream.rollout.weights import TransportName
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,14 @@ class RolloutActor:
     """One engine, its grader and its share of the weight traffic.  Its methods run side by side on one event loop."""
 
     async def start(
-        self, recipe: Recipe, model_path: str, index: int, place: RunPlace, version: WeightVersion, first_task: Task
+        self,
+        recipe: Recipe,
+        model_path: str,
+        index: int,
+        place: RunPlace,
+        version: WeightVersion,
+        first_task: Task,
+        transport: TransportName,
     ) -> str:
         """Load everything; returns the id of the node, since weights are staged once per node.
 
@@ -71,6 +80,7 @@ class RolloutActor:
             eos_ids=eos_token_ids(path),
             seed=(recipe.seed * 1_000_003 + version.attempt * 1009 + index) % 2**31,
             version=version,
+            transport=transport,
         )
         sampling = recipe.rollout.sampling
         self._groups = GroupSampler(
@@ -97,8 +107,11 @@ class RolloutActor:
     async def complete(self, version: str, buckets: int) -> Any:
         return self._stager.complete(version, buckets)
 
-    async def commit(self, version: WeightVersion, staged: Any) -> CommitTimes:
-        return await self._engine.commit(version, staged)
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        await self._engine.connect(init_info)
+
+    async def commit(self, version: WeightVersion, update: dict[str, Any]) -> CommitTimes:
+        return await self._engine.commit(version, update)
 
     async def discard(self, version: str) -> None:
         self._stager.discard(version)
@@ -134,6 +147,7 @@ class LearnerActor:
         from slipstream.trainer.learner import Learner
 
         join(rank, recipe.trainer.ranks, *address, timeout_s=recipe.cluster.start_timeout_s)
+        self._rank = rank
         self._bucket_bytes = int(recipe.trainer.bucket_mib * 2**20)
         self._learner = Learner(recipe, Path(model_path), rank, recipe.trainer.ranks)
 
@@ -152,6 +166,37 @@ class LearnerActor:
     def publish(self) -> Iterator[tuple[Bucket, np.ndarray, int]]:
         """The weights as buckets, one at a time; ranks other than 0 take part in the gathers and yield nothing."""
         yield from self._learner.buckets(self._bucket_bytes)
+
+    def engine_specs(self) -> list[TensorSpec]:
+        return self._learner.engine_specs()
+
+    def nccl_connect(self, address: tuple[str, int], world_size: int) -> None:
+        """Open vLLM's NCCL endpoint; returns when all engines have met it."""
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        info = NCCLTrainerInitInfo(master_address=address[0], master_port=address[1], world_size=world_size)
+        self._nccl = trainer_init(info)
+
+    def nccl_broadcast(self) -> None:
+        """Send every tensor, in the order of ``engine_specs``, packed; ranks other than 0 take part in the gathers."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        tensors = self._learner.engine_tensors(self._bucket_bytes)
+        if self._rank == 0:
+            packed_nccl_broadcast_producer(tensors, self._nccl, src=0, post_iter_func=lambda item: item[1])
+        else:
+            collections.deque(tensors, maxlen=0)
+
+    def ipc_export(self) -> list[list[Any]]:
+        """CUDA handles to a copy of every tensor, which lives until ``ipc_release``: the next step may not change it."""
+        from slipstream.rollout.cuda_ipc import export_handle
+
+        self._shared = [tensor.clone() for _, tensor in self._learner.engine_tensors(self._bucket_bytes) if self._rank == 0]
+        return [export_handle(tensor) for tensor in self._shared]
+
+    def ipc_release(self) -> None:
+        self._shared = []
 
     def save(self, folder: str) -> None:
         self._learner.save(Path(folder))

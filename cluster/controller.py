@@ -36,6 +36,7 @@ from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse, watch
 from slipstream.cluster.supervised import Imitation
 from slipstream.cluster.telemetry import Telemetry, summarise
+from slipstream.cluster.transport import open_transport, transport_name
 from slipstream.cluster.usage import Usage
 from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, Task, WeightVersion
@@ -64,7 +65,8 @@ class Controller:
         for group in parts.ready:
             self.flow.restore(group)
         self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry)
-        self.publisher = Publisher(self.fleet, self.learners, self.flow, self.telemetry, self._confirmed)
+        self.transport = open_transport(transport_name(recipe), self.fleet, self.learners, recipe.cluster.step_timeout_s)
+        self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
         self.pulse = Pulse()
@@ -101,10 +103,11 @@ class Controller:
         async with asyncio.TaskGroup() as loops:
             limit = self.recipe.cluster.stall_timeout_s
             watching = loops.create_task(watch(self.pulse, self.fleet, self.learners, limit, self._state))
-            engines = loops.create_task(self.fleet.start(self.parts.model_path, self.flow.learner, self.cursor.first()))
+            engines = loops.create_task(self._start_fleet())
             await self.learners.start(self.parts.model_path)
             await self._prepare_learner()
             await engines
+            await self.transport.connect()
             await self.publisher.publish(self.flow.learner)
             if self.parts.saved is None:
                 await self.evaluator.run(0)
@@ -118,6 +121,11 @@ class Controller:
                 await self.evaluator.run(self.flow.learner.batch)
             await recovery.save(self)
             watching.cancel()
+
+    async def _start_fleet(self) -> None:
+        transport = transport_name(self.recipe)
+        await self.fleet.start(self.parts.model_path, self.flow.learner, self.cursor.first(), transport)
+        self.pulse.beat()
 
     async def _prepare_learner(self) -> None:
         """Weights, optimizer and reference as they are to be before the first batch."""

@@ -43,7 +43,7 @@ async def _evaluate(
     fleet: Fleet, evaluator: Evaluator, model: Path, version: WeightVersion, first_task: object, telemetry: Telemetry
 ) -> EvalResult:
     try:
-        await fleet.start(str(model), version, first_task)  # type: ignore[arg-type]
+        await fleet.start(str(model), version, first_task, "mapped")  # type: ignore[arg-type]
         await evaluator.run(version.batch)
         return telemetry.evaluations[-1]
     finally:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace
 from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.schema import Recipe
+from slipstream.rollout.weights import TransportName
 
 
 @dataclass(slots=True)
@@ -27,36 +27,27 @@ class Member:
     groups: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """How one version reached every engine.  ``pause_s`` is the longest pause of any engine."""
-
-    version: WeightVersion
-    nbytes: int
-    publish_s: float
-    pause_s: float
-    staged_tokens: int
-    """Tokens that the engines sampled while the buckets were being staged."""
-
-
 @dataclass(slots=True)
 class Fleet:
-    """Starts engines, hands groups to the least loaded one that holds the newest confirmed version, publishes weights."""
+    """Starts engines, and hands groups to the least loaded one that holds the newest confirmed version."""
 
     recipe: Recipe
     place: RunPlace
     members: list[Member] = field(default_factory=list)
 
-    async def start(self, model_path: str, version: WeightVersion, first_task: Task) -> None:
+    async def start(self, model_path: str, version: WeightVersion, first_task: Task, transport: TransportName) -> None:
         """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
-        gpus = self.recipe.rollout.tensor_parallel if ray.cluster_resources().get("GPU") else 0
+        gpus = self.recipe.rollout.tensor_parallel * gpu_share(self.recipe)
         options = RolloutActor.options(
             num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
         )
         actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
         timeout = self.recipe.cluster.start_timeout_s
         try:
-            starts = (a.start.remote(self.recipe, model_path, i, self.place, version, first_task) for i, a in enumerate(actors))
+            starts = (
+                a.start.remote(self.recipe, model_path, i, self.place, version, first_task, transport)
+                for i, a in enumerate(actors)
+            )
             nodes = await asyncio.wait_for(asyncio.gather(*starts), timeout)
         except TimeoutError:
             raise TimeoutError(
@@ -78,32 +69,19 @@ class Fleet:
         finally:
             member.groups -= 1
 
-    async def publish(self, version: WeightVersion, buckets: AsyncIterator[Any]) -> Publication:
-        """Stage every bucket once per node while the engines generate, then commit on all engines."""
-        timeout = self.recipe.cluster.step_timeout_s
-        start = time.perf_counter()
-        label, nbytes, count = str(version), 0, 0
-        hosts = list({m.node: m for m in reversed(self.members)}.values())
-        before = await self.sampled_tokens()
-        async for reference in buckets:
-            bucket, _, _ = await reference
-            staging = [h.actor.stage.remote(label, *await reference) for h in hosts]
-            await asyncio.wait_for(asyncio.gather(*staging), timeout)
-            nbytes += bucket.nbytes
-            count += 1
-        staged = await asyncio.gather(*(h.actor.complete.remote(label, count) for h in hosts))
-        staged_tokens = await self.sampled_tokens() - before
-        staged_at = {h.node: s for h, s in zip(hosts, staged, strict=True)}
-        pauses = await asyncio.wait_for(
-            asyncio.gather(*(self._commit(m, version, staged_at[m.node]) for m in self.members)), timeout
-        )
-        await asyncio.gather(*(h.actor.discard.remote(label) for h in hosts))
-        return Publication(version, nbytes, time.perf_counter() - start, max(pauses), staged_tokens)
+    async def commit(self, version: WeightVersion, update_at: Callable[[Member], Any]) -> float:
+        """Put ``version`` into every engine side by side; the longest pause of any of them, in seconds."""
 
-    async def _commit(self, member: Member, version: WeightVersion, staged: Any) -> float:
-        times = await member.actor.commit.remote(version, staged)
-        member.version = version
-        return times.pause_s
+        async def one(member: Member) -> float:
+            times = await member.actor.commit.remote(version, update_at(member))
+            member.version = version
+            return times.pause_s
+
+        return max(await asyncio.gather(*(one(member) for member in self.members)))
+
+    def hosts(self) -> list[Member]:
+        """One engine per node."""
+        return list({member.node: member for member in reversed(self.members)}.values())
 
     async def abort_before(self, oldest: WeightVersion) -> None:
         await asyncio.gather(*(m.actor.abort_before.remote(oldest) for m in self.members))
@@ -123,6 +101,16 @@ class Fleet:
         await asyncio.wait([asyncio.ensure_future(m.actor.stop.remote()) for m in self.members] or [_nothing()], timeout=10.0)
         for member in self.members:
             ray.kill(member.actor)
+
+
+def gpus_wanted(recipe: Recipe) -> int:
+    """One for every worker of every engine, and one for every rank."""
+    return recipe.rollout.engines * recipe.rollout.tensor_parallel + recipe.trainer.ranks
+
+
+def gpu_share(recipe: Recipe) -> float:
+    """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few."""
+    return min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
 
 
 def _nothing() -> asyncio.Future[None]:

@@ -10,10 +10,12 @@ from typing import Any
 import ray
 
 from slipstream.cluster.actors import LearnerActor, RunPlace
+from slipstream.cluster.fleet import gpu_share
 from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import TrainBatch, TrainSample
 from slipstream.core.schema import Optimizer, Recipe
+from slipstream.core.weights import TensorSpec
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class LearnerGroup:
 
     async def start(self, model_path: str) -> None:
         """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        gpus = gpu_share(self.recipe)
         options = LearnerActor.options(
             num_cpus=self.recipe.cluster.learner_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
         )
@@ -64,6 +66,27 @@ class LearnerGroup:
         for stream in streams[1:]:
             async for _ in stream:
                 raise AssertionError("a rank other than 0 published weights")
+
+    async def address(self) -> tuple[str, int]:
+        """A free port on rank 0's node."""
+        return await self.ranks[0].address.remote()
+
+    async def nccl_connect(self, address: tuple[str, int], world_size: int) -> None:
+        """Rank 0 waits for the engines at ``address`` (see ``LearnerActor.address``)."""
+        await self.ranks[0].nccl_connect.remote(address, world_size)
+
+    async def engine_specs(self) -> list[TensorSpec]:
+        return await self.ranks[0].engine_specs.remote()
+
+    async def nccl_broadcast(self) -> None:
+        await self._all("nccl_broadcast")
+
+    async def ipc_export(self) -> list[list[Any]]:
+        """CUDA handles of rank 0's weights in the order of ``engine_specs``, valid until ``ipc_release``."""
+        return (await self._all("ipc_export"))[0]
+
+    async def ipc_release(self) -> None:
+        await self._all("ipc_release")
 
     async def save(self, folder: str) -> None:
         await self._all("save", folder)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from slipstream.cluster.fleet import Fleet, Publication
 from slipstream.cluster.flow import Flow
-from slipstream.cluster.learners import LearnerGroup
 from slipstream.cluster.telemetry import Telemetry
+from slipstream.cluster.transport import Publication, Transport
 from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import WeightVersion
 
@@ -18,14 +17,12 @@ class Publisher:
 
     def __init__(
         self,
-        fleet: Fleet,
-        learners: LearnerGroup,
+        transport: Transport,
         flow: Flow,
         telemetry: Telemetry,
         confirmed: Callable[[WeightVersion], Awaitable[None]],
     ) -> None:
-        self._fleet = fleet
-        self._learners = learners
+        self._transport = transport
         self._flow = flow
         self._telemetry = telemetry
         self._confirmed = confirmed
@@ -35,7 +32,7 @@ class Publisher:
 
     async def publish(self, version: WeightVersion) -> None:
         """Gather, stage, commit on every engine; returns when all of them generate with ``version``."""
-        publication = await self._fleet.publish(version, self._learners.buckets())
+        publication = await self._transport.publish(version)
         self._last = publication
         self.count += 1
         self._flow.confirm(version)

@@ -2,9 +2,10 @@
 
 Which transport is used follows from what the machine can do (``choose_transport``), not from a setting:
 
-- ``Mapped``: buckets arrive as flat byte buffers, are verified and laid into shared memory as safetensors files, once per
+- ``mapped``: buckets arrive as flat byte buffers, are verified and laid into shared memory as safetensors files, once per
   node; the engine's worker maps them at commit.  No RPC reaches the engine while it generates.
-- ``Nccl`` / ``Ipc``: vLLM's own GPU engines.  Nothing is staged; the commit holds the transfer, and the pause says so.
+- ``nccl``: vLLM's own engine, between GPUs; ``plain_ipc``: memory of a learner on the same GPU.  Nothing is staged; the commit
+  holds the transfer, and the pause says so.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from safetensors import serialize_file
 
 from slipstream.core.weights import Bucket, TensorSpec, check_bucket
 
-TransportName = Literal["mapped", "nccl", "ipc"]
+TransportName = Literal["mapped", "nccl", "plain_ipc"]
 
 
-def choose_transport(*, engine_on_gpu: bool, learner_on_gpu: bool, same_gpu: bool) -> TransportName:
-    """``mapped`` unless both ends are on GPUs; then ``ipc`` when they share one, ``nccl`` otherwise."""
-    if not (engine_on_gpu and learner_on_gpu):
+def choose_transport(*, gpus: int, wanted: int) -> TransportName:
+    """By the GPUs of the cluster and those that engines and learner together want.
+
+    None: ``mapped``.  Enough for one each: ``nccl``.  A single one for all: ``plain_ipc``, since NCCL joins no two processes
+    on one GPU.  Several, but too few: ``mapped``, since who shares with whom is not known.
+    """
+    if gpus == 0:
         return "mapped"
-    return "ipc" if same_gpu else "nccl"
+    if gpus >= wanted:
+        return "nccl"
+    return "plain_ipc" if gpus == 1 else "mapped"
 
 
 def shared_memory_root() -> Path:
@@ -92,12 +99,17 @@ class Stager:
 
 
 def mapped_update(staged: Staged) -> dict[str, Any]:
-    """The update info that ``worker.MappedWeights`` takes."""
+    """What ``worker.MappedWeights`` is told."""
     return {"paths": list(staged.paths)}
 
 
+def ipc_update(names: Sequence[str], handles: Sequence[list[Any]]) -> dict[str, Any]:
+    """What ``worker.IpcWeights`` is told."""
+    return {"names": list(names), "handles": list(handles)}
+
+
 def nccl_update(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """The update info of vLLM's ``nccl`` engine: what will be broadcast, in order."""
+    """What vLLM's ``nccl`` engine is told: the tensors that will be broadcast, in order."""
     return {
         "names": [s.name for s in specs],
         "dtype_names": [s.dtype for s in specs],

@@ -20,7 +20,7 @@ from slipstream.algos.logprobs import selective_logprobs
 from slipstream.core import schema
 from slipstream.core.metrics import Last, Mean, Metrics, Sum, merge
 from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
-from slipstream.core.weights import Bucket
+from slipstream.core.weights import Bucket, TensorSpec
 from slipstream.trainer import publisher, state
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
 from slipstream.trainer.model import load_policy
@@ -122,6 +122,15 @@ class Learner:
     def buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, np.ndarray[Any, Any], int]]:
         """The policy's weights for the engines; see ``publisher.buckets``."""
         return publisher.buckets(self.policy, bucket_bytes)
+
+    def engine_specs(self) -> list[TensorSpec]:
+        """What the engines load, in publication order."""
+        return publisher.engine_specs(self.policy)
+
+    def engine_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The same as whole tensors on this rank's device, for transports between GPUs; every rank has to exhaust it."""
+        for bucket, held in publisher.gathered(self.policy, bucket_bytes):
+            yield from ((spec.name, parameter.detach()) for spec, parameter in zip(bucket.tensors, held, strict=True))
 
     def save(self, folder: Path) -> None:
         """Write the whole state of training into ``folder``; see ``state``."""

@@ -44,21 +44,28 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def buckets(module: PreTrainedModel, bucket_bytes: int) -> Iterator[tuple[Bucket, np.ndarray[Any, Any], int]]:
-    """``(bucket, its bytes [nbytes] uint8, their CRC-32)``, one at a time, in the trained dtype.
+def gathered(module: PreTrainedModel, bucket_bytes: int) -> Iterator[tuple[Bucket, list[nn.Parameter]]]:
+    """Each bucket with its parameters, whole while the loop body runs (ZeRO-3's are gathered for it, one bucket at a time).
 
-    Every rank has to exhaust the iterator, between optimizer steps; ranks other than 0 take part in the gathers and yield
-    nothing.  No more than one bucket (and, under ZeRO-3, its gathered parameters) is in memory beside the model, unless the
-    caller keeps them: every bucket has a buffer of its own.
+    Every rank has to exhaust the iterator, between optimizer steps.
     """
     parameters = dict(named_engine_tensors(module))
     for bucket in plan_buckets(engine_specs(module), bucket_bytes):
         held = [parameters[spec.name] for spec in bucket.tensors]
         with deepspeed.zero.GatheredParameters(held):
-            if dist.get_rank() != 0:
-                continue
+            yield bucket, held
+
+
+def buckets(module: PreTrainedModel, bucket_bytes: int) -> Iterator[tuple[Bucket, np.ndarray[Any, Any], int]]:
+    """``(bucket, its bytes [nbytes] uint8, their CRC-32)``, one at a time, in the trained dtype.
+
+    Ranks other than 0 take part in the gathers and yield nothing.  No more than one bucket (and, under ZeRO-3, its gathered
+    parameters) is in memory beside the model, unless the caller keeps them: every bucket has a buffer of its own.
+    """
+    for bucket, held in gathered(module, bucket_bytes):
+        if dist.get_rank() == 0:
             data = torch.empty(bucket.nbytes, dtype=torch.uint8)
             for parameter, (start, end) in zip(held, bucket.offsets(), strict=True):
                 data[start:end].copy_(parameter.detach().contiguous().flatten().view(torch.uint8))
-        flat = data.numpy()
-        yield bucket, flat, checksum(flat)
+            flat = data.numpy()
+            yield bucket, flat, checksum(flat)

@@ -11,7 +11,7 @@ from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Model, Rollout, Sampling
 from slipstream.rollout.engine import Engine, EngineFailed
 from slipstream.rollout.environment import Completion
-from slipstream.rollout.weights import Staged, Stager
+from slipstream.rollout.weights import Staged, Stager, mapped_update
 from slipstream.trainer.distributed import free_port, join
 from slipstream.trainer.model import resolve_model
 from slipstream.trainer.publisher import buckets
@@ -77,7 +77,7 @@ class Running:
             )
         )
 
-    def run(self, call):  # noqa: ANN001, ANN201
+    def run(self, call):
         return self.runner.run(asyncio.wait_for(call, 300))
 
     async def answers(self, prompts: Sequence[tuple[int, ...]], tag: str, seeded: bool = False) -> list[Completion]:
@@ -88,7 +88,7 @@ class Running:
         perturb(self.policy, seed)
         self.version = self.version.next()
         staged = await asyncio.to_thread(stage, self.stager, self.policy, self.version)
-        await self.engine.commit(self.version, staged)
+        await self.engine.commit(self.version, mapped_update(staged))
         self.stager.discard(str(self.version))
 
     def close(self) -> None:
@@ -181,7 +181,8 @@ def test_tied_embeddings_follow_the_update(tmp_path: Path) -> None:
     """Faults 2 and 3 of the CPU build: without the repairs the head keeps its old packed weights (error above 0.1)."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2,
     )  # fmt: skip
     source = resolve_model(Model(path="builtin:tiny"), 0, tmp_path / "cache")
     folder = tmp_path / "tied"
@@ -203,7 +204,7 @@ def test_a_failed_commit_ends_the_engine(tiny: Running, tmp_path: Path) -> None:
     """Last of the module: a torn file at commit kills the engine rather than letting it resume."""
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(b"not safetensors")
-    with pytest.raises(EngineFailed, match="commit of 0.99 failed"):
-        tiny.run(tiny.engine.commit(WeightVersion(0, 99), Staged("0.99", (str(torn),), 0)))
+    with pytest.raises(EngineFailed, match=r"commit of 0\.99 failed"):
+        tiny.run(tiny.engine.commit(WeightVersion(0, 99), {"paths": [str(torn)]}))
     with pytest.raises(EngineFailed):
         tiny.run(tiny.engine.sample(PROMPTS[0], request_id="too-late"))
