@@ -171,20 +171,15 @@ class LearnerActor:
         return self._learner.engine_specs()
 
     def nccl_connect(self, address: tuple[str, int], world_size: int) -> None:
-        """Open vLLM's NCCL endpoint; returns when all engines have met it."""
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from slipstream.rollout.nccl import NcclSender
 
-        info = NCCLTrainerInitInfo(master_address=address[0], master_port=address[1], world_size=world_size)
-        self._nccl = trainer_init(info)
+        self._sender = NcclSender(address, world_size)
 
     def nccl_broadcast(self) -> None:
-        """Send every tensor, in the order of ``engine_specs``, packed; ranks other than 0 take part in the gathers."""
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
+        """Send every tensor, in the order of ``engine_specs``; ranks other than 0 take part in the gathers."""
         tensors = self._learner.engine_tensors(self._bucket_bytes)
         if self._rank == 0:
-            packed_nccl_broadcast_producer(tensors, self._nccl, src=0, post_iter_func=lambda item: item[1])
+            self._sender.broadcast(tensors)
         else:
             collections.deque(tensors, maxlen=0)
 
