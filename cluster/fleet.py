@@ -38,7 +38,8 @@ class Fleet:
     async def start(self, model_path: str, version: WeightVersion, first_task: Task, transport: TransportName) -> None:
         """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
         gpus = self.recipe.rollout.tensor_parallel * gpu_share(self.recipe)
-        options = RolloutActor.options(
+        actor_class: Any = RolloutActor
+        options = actor_class.options(
             num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
         )
         actors = [options.remote() for _ in range(self.recipe.rollout.engines)]

@@ -70,7 +70,8 @@ def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path:
     """
     with ray_session(recipe), Display(recipe, run_path, quiet=quiet) as display:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        controller = ControllerActor.options(scheduling_strategy=here, runtime_env={"env_vars": ENVIRONMENT}).remote(
+        actor_class: Any = ControllerActor
+        controller = actor_class.options(scheduling_strategy=here, runtime_env={"env_vars": ENVIRONMENT}).remote(
             recipe, str(run_path), resume, str(search_path)
         )
         finished = controller.run.remote()

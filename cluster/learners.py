@@ -27,7 +27,8 @@ class LearnerGroup:
     async def start(self, model_path: str) -> None:
         """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
         gpus = gpu_share(self.recipe)
-        options = LearnerActor.options(
+        actor_class: Any = LearnerActor
+        options = actor_class.options(
             num_cpus=self.recipe.cluster.learner_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
         )
         self.ranks = [options.remote() for _ in range(self.recipe.trainer.ranks)]

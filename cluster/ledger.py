@@ -34,7 +34,7 @@ class Ledger:
         assert self.dispatched == sum(self.counts.values()), f"ledger out of balance: {self.as_dict()}"
 
     def as_dict(self) -> dict[str, int]:
-        return {"dispatched": self.dispatched, **self.counts}
+        return {"dispatched": self.dispatched, **{str(state): count for state, count in self.counts.items()}}
 
     @classmethod
     def restore(cls, saved: dict[str, int]) -> Ledger:

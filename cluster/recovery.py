@@ -179,8 +179,9 @@ def _decode_trajectory(plain: Mapping[str, Any]) -> Trajectory:
     def versions(name: str) -> tuple[WeightVersion, ...]:
         return versions_of([VersionSpan(WeightVersion.parse(v), a, b) for v, a, b in plain[name]], length)
 
+    values: dict[str, Any] = {name: tuple(plain[name]) if name in _TUPLES else plain[name] for name in _PLAIN}
     return Trajectory(
-        **{name: tuple(plain[name]) if name in _TUPLES else plain[name] for name in _PLAIN},
+        **values,
         policy_versions=versions("policy_versions"),
         kv_versions=versions("kv_versions"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.cluster.evaluation import EvalResult
@@ -58,7 +58,7 @@ class RaySink:
 
 
 def open_sinks(names: Sequence[str], run: RunDirectory, run_name: str) -> list[MetricSink]:
-    makers = {"jsonl": lambda: JsonlSink(run), "ray": lambda: RaySink(run_name)}
+    makers: dict[str, Callable[[], MetricSink]] = {"jsonl": lambda: JsonlSink(run), "ray": lambda: RaySink(run_name)}
     return [makers[name]() for name in names]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 
@@ -92,7 +92,7 @@ class Nccl:
         """Rank 0 of the group is the learner's; engine i brings its workers from rank 1 + i · tensor_parallel on."""
         workers = self._fleet.recipe.rollout.tensor_parallel
         address = await self._learners.address()
-        info = {
+        info: dict[str, Any] = {
             "master_address": address[0],
             "master_port": address[1],
             "world_size": 1 + workers * len(self._fleet.members),
