@@ -154,8 +154,8 @@ class LearnerActor:
     def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
         self._learner.begin_phase(optimizer, total_steps)
 
-    def set_reference(self) -> None:
-        self._learner.set_reference()
+    def set_reference(self, path: str | None) -> None:
+        self._learner.set_reference(Path(path) if path else None)
 
     def train(self, batch: TrainBatch) -> Metrics:
         return self._learner.train(batch)

@@ -140,7 +140,7 @@ class Controller:
         if saved is not None:
             await self.learners.load(str(saved / recovery.LEARNER))
         elif recipe.algo.kl.coefficient:
-            await self.learners.set_reference()
+            await self.learners.set_reference(self.parts.reference_path)
         self.pulse.beat()
 
     async def _imitate(self) -> None:

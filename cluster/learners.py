@@ -48,8 +48,8 @@ class LearnerGroup:
     async def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
         await self._all("begin_phase", optimizer, total_steps)
 
-    async def set_reference(self) -> None:
-        await self._all("set_reference")
+    async def set_reference(self, path: str | None) -> None:
+        await self._all("set_reference", path)
 
     async def train(self, batch: TrainBatch) -> Metrics:
         """One batch on every rank; rank 0's metrics are those of all ranks."""

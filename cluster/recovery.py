@@ -41,6 +41,7 @@ class Parts:
 
     run_id: str
     model_path: str
+    reference_path: str | None
     version: WeightVersion
     ledger: Ledger
     cursor: Cursor
@@ -61,6 +62,7 @@ def prepare(recipe: Recipe, run: RunDirectory, *, resume: bool) -> Parts:
     fresh = Parts(
         run_id=f"{recipe.name}-{os.getpid()}",
         model_path=str(path),
+        reference_path=_reference(recipe),
         version=WeightVersion(0, 0),
         ledger=Ledger(),
         cursor=Cursor(source, encoder, recipe.data.epochs),
@@ -86,6 +88,14 @@ def _restore(parts: Parts, run: RunDirectory) -> Parts:
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
         history=run.read("metrics").records,
     )
+
+
+def _reference(recipe: Recipe) -> str | None:
+    """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed."""
+    if recipe.model.reference is None or not recipe.algo.kl.coefficient:
+        return None
+    other = recipe.model.model_copy(update={"path": recipe.model.reference})
+    return str(resolve_model(other, recipe.seed, CACHE))
 
 
 def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
