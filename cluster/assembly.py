@@ -13,11 +13,12 @@ from typing import Any
 
 from slipstream.algos.advantages import batch_advantages
 from slipstream.algos.reductions import token_weights
-from slipstream.core.metrics import Histogram, Max, Mean, Metrics, Sum
+from slipstream.core.metrics import Histogram, Max, Mean, Metrics
 from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
 from slipstream.core.schema import Recipe
 
 QUARTERS = 4
+"""Parts of a response in which masked tokens are counted apart: masking favours late tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +199,21 @@ def reward_metrics(groups: Sequence[Group]) -> Metrics:
 def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: int) -> Metrics:
     """``staleness/*``: lags in committed batches, over the tokens that the policy wrote."""
     lags: Counter[int] = Counter()
-    kv_lags: list[int] = []
-    masked = [Mean(0.0, 0.0)] * QUARTERS
+    kv_lag_sum = 0
+    written = [0] * QUARTERS
+    masked = [0] * QUARTERS
     for trajectory in (t for group in groups for t in group.trajectories):
-        length = len(trajectory.token_ids)
-        for i, (mine, sampled, kv) in enumerate(
-            zip(trajectory.loss_mask, trajectory.policy_versions, trajectory.kv_versions, strict=True)
-        ):
-            if mine:
-                lag = version.batch - sampled.batch
-                lags[lag] += 1
-                kv_lags.append(version.batch - kv.batch)
-                quarter = i * QUARTERS // length
-                masked[quarter] = masked[quarter].merge(Mean(float(lag > bound)))
+        mine, length = trajectory.loss_mask, len(trajectory.token_ids)
+        for sampled, start, end in spans_of(trajectory.policy_versions):
+            if count := sum(mine[start:end]):
+                lags[version.batch - sampled.batch] += count
+        for oldest, start, end in spans_of(trajectory.kv_versions):
+            kv_lag_sum += (version.batch - oldest.batch) * sum(mine[start:end])
+        fresh = loss_mask(trajectory, version, bound)
+        for quarter in range(QUARTERS):
+            part = slice(quarter * length // QUARTERS, (quarter + 1) * length // QUARTERS)
+            written[quarter] += sum(mine[part])
+            masked[quarter] += sum(mine[part]) - sum(fresh[part])
     tokens = sum(lags.values())
     trajectories = [t for group in groups for t in group.trajectories if t.policy_versions]
     return {
@@ -221,12 +224,11 @@ def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: in
         "staleness/sample_oldest_max": Max(
             max((version.batch - min(t.policy_versions).batch for t in trajectories), default=0)
         ),
-        "staleness/kv_mean": _mean(kv_lags),
+        "staleness/kv_mean": Mean(kv_lag_sum / max(tokens, 1), tokens),
         "staleness/versions_per_sample": _mean([len(set(t.policy_versions)) for t in trajectories]),
         "staleness/versions_per_sample_max": Max(max((len(set(t.policy_versions)) for t in trajectories), default=0)),
-        "staleness/masked_frac": Mean(sum(n for lag, n in lags.items() if lag > bound) / max(tokens, 1), tokens),
-        **{f"staleness/masked_frac_q{q + 1}": masked[q] for q in range(QUARTERS)},
-        "staleness/masked_tokens": Sum(sum(n for lag, n in lags.items() if lag > bound)),
+        "staleness/masked_frac": Mean(sum(masked) / max(tokens, 1), tokens),
+        **{f"staleness/masked_frac_q{q + 1}": Mean(masked[q] / max(written[q], 1), written[q]) for q in range(QUARTERS)},
     }
 
 
