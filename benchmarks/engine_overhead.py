@@ -4,12 +4,14 @@ tokens_ratio               tokens/s of Engine + GroupSampler + Rewards (groups o
                            asyncio.gather over AsyncLLM.generate(); the same AsyncLLM, prompts and sampling, in turns
 tokens_ratio_short         the same at 8 tokens per response at most, where the cost of a sample weighs most
 tokens_ratio_through_ray   the same path behind a RolloutActor, called from a driver, divided by the bare loop
+cpu_ms_per_sample_*        CPU time of the process that holds the AsyncLLM (for `ray`: of the driver)
 seeded_ratio               our path with a random stream of its own for every sample, divided by the one without
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +28,7 @@ from slipstream.core.schema import Recipe
 GROUP_SIZE = 8
 VERSION = WeightVersion(0, 0)
 Prompts = list[tuple[Task, tuple[int, ...]]]
+Numbers = dict[str, list[float]]
 Round = Callable[[int], Awaitable[int]]
 """Runs every prompt once, with ids of its own from the given number, and returns how many tokens were sampled."""
 
@@ -77,6 +80,8 @@ async def sides_of(recipe: Recipe, model: Path, prompts: Prompts) -> tuple[list[
     llm = AsyncLLM.from_engine_args(engine_args(model, recipe.model, recipe.rollout, max_length, 0, "mapped"))
     engine = Engine(llm, recipe.rollout, eos_ids, VERSION)
     await llm.update_weight_version(str(VERSION))
+    gc.collect()
+    gc.freeze()  # as Engine.start does
     decode, rewards = PromptEncoder(load_tokenizer(model)).decode, Rewards(recipe.reward)
 
     def ours(max_tokens: int, seed: int | None = None) -> Round:
@@ -129,18 +134,19 @@ async def ray_side(recipe: Recipe, model: Path, prompts: Prompts) -> Side:
     return Side("ray", run)
 
 
-async def measure(sides: Sequence[Side], repetitions: int) -> dict[str, list[float]]:
-    """Tokens/s of every side, ``repetitions`` rounds each, in turns; the order turns around every time."""
-    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+async def measure(sides: Sequence[Side], repetitions: int, samples: int) -> tuple[Numbers, Numbers]:
+    """Tokens/s of every side and this process's CPU time per sample (ms), in turns; the order turns around every time."""
+    rates: Numbers = {side.name: [] for side in sides}
+    cpu_ms: Numbers = {side.name: [] for side in sides}
     for number in range(repetitions + 1):
         for order, side in enumerate(sides if number % 2 else list(reversed(sides))):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             tokens = await side.run(number * len(sides) + order)
-            rate = tokens / (time.perf_counter() - start)
             if number:  # the first round warms up
-                rates[side.name].append(rate)
+                rates[side.name].append(tokens / (time.perf_counter() - start))
+                cpu_ms[side.name].append(1000 * (time.process_time() - cpu) / samples)
         say(f"round {number} of {repetitions}: " + ", ".join(f"{k} {v[-1]:.0f} tok/s" for k, v in rates.items() if v))
-    return rates
+    return rates, cpu_ms
 
 
 async def main() -> None:
@@ -149,14 +155,15 @@ async def main() -> None:
     from slipstream.cluster.launch import ray_session
     from slipstream.trainer.model import resolve_model
 
-    groups, repetitions = (64, 3) if quick else (128, 9)
+    groups, repetitions = (64, 5) if quick else (128, 15)
     recipe = recipe_of(groups)
     model = resolve_model(recipe.model, recipe.seed, WORK / "models")
     prompts = prompts_of(recipe, model)
     with ray_session(recipe):
         os.nice(RAY_NICENESS)
         sides, shutdown = await sides_of(recipe, model, prompts)
-        rates = await measure([*sides, await ray_side(recipe, model, prompts)], repetitions)
+        sides.append(await ray_side(recipe, model, prompts))
+        rates, cpu_ms = await measure(sides, repetitions, groups * GROUP_SIZE)
         shutdown()
 
     def ratios(ours: str, base: str) -> list[float]:
@@ -168,6 +175,7 @@ async def main() -> None:
         "tokens_ratio_through_ray": ratios("ray", "bare"),
         "seeded_ratio": ratios("seeded", "ours"),
         **{f"tokens_per_s_{name}": values for name, values in rates.items()},
+        **{f"cpu_ms_per_sample_{name}": values for name, values in cpu_ms.items()},
     }
     sizes = {"groups": groups, "group_size": GROUP_SIZE, "max_num_seqs": recipe.rollout.max_num_seqs, "max_tokens": 32}
     finish("engine_overhead", figures, quick, model="builtin:tiny, untrained", **sizes, repetitions=repetitions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class Engine:
         if transport != "nccl":  # NCCL meets the learner in ``connect``
             await engine.connect({})
         await llm.update_weight_version(str(version))
+        gc.collect()
+        gc.freeze()  # what has been loaded stays; every full collection would walk it again, for half a second
         return engine
 
     async def connect(self, init_info: dict[str, Any]) -> None:
