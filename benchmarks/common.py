@@ -84,6 +84,7 @@ def warm_started(recipe: str, seed: int, steps: int) -> Path:
         f"schedule.steps={steps}",
         "schedule.groups_per_step=32",
         "trainer.optimizer={lr: 3.0e-3, betas: [0.9, 0.98], schedule: cosine, warmup_steps: 20}",
+        "trainer.max_tokens_per_microbatch=512",
         "monitor.eval={every: null, size: 256, concurrency: 256}",
     ]
     key = hashlib.sha256((Path(recipe).read_text() + repr(overrides)).encode()).hexdigest()[:10]

@@ -42,7 +42,6 @@ class Workload:
     recipe: Path
     steps: int
     warm_steps: int
-    overrides: tuple[str, ...] = ()
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
@@ -97,8 +96,15 @@ def install_trl() -> None:
 
 
 def run_ours(name: str, workload: Workload, model: Path, repetition: int) -> Job:
-    fixed = ["warm_start=null", "monitor.eval.size=0", f"model.path={model}", f"schedule.steps={workload.steps}"]
-    return run_job(str(workload.recipe), f"vs-trl-{name}-{repetition}", [*fixed, f"seed={repetition}"])
+    overrides = [
+        "warm_start=null",
+        "monitor.eval.size=0",
+        "trainer.max_tokens_per_microbatch=512",
+        f"model.path={model}",
+        f"schedule.steps={workload.steps}",
+        f"seed={repetition}",
+    ]
+    return run_job(str(workload.recipe), f"vs-trl-{name}-{repetition}", overrides)
 
 
 def rates_of_job(job: Job) -> dict[str, float]:
