@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import os
 import socket
 import sys
@@ -46,6 +47,9 @@ class EngineStats:
 class RolloutActor:
     """One engine, its grader and its share of the weight traffic.  Its methods run side by side on one event loop."""
 
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+
     async def start(
         self,
         recipe: Recipe,
@@ -69,6 +73,7 @@ class RolloutActor:
         from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer
 
         self._rewards = Rewards(recipe.reward, Path(place.search_path))
+        self._open.callback(self._rewards.close)
         await self._rewards.start(first_task)
         path = Path(model_path)
         limit = recipe.model.max_length or context_length(path)
@@ -82,6 +87,7 @@ class RolloutActor:
             version=version,
             transport=transport,
         )
+        self._open.callback(self._engine.shutdown)
         sampling = recipe.rollout.sampling
         self._groups = GroupSampler(
             self._engine,
@@ -92,6 +98,7 @@ class RolloutActor:
             max_length=limit,
         )
         self._stager = Stager(place.run_id)
+        self._open.callback(self._stager.close)
         return ray.get_runtime_context().get_node_id()
 
     async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
@@ -123,9 +130,8 @@ class RolloutActor:
         await self._engine.check_health()
 
     async def stop(self) -> None:
-        self._rewards.close()
-        self._stager.close()
-        self._engine.shutdown()
+        """Close what has been opened, the last first."""
+        self._open.close()
 
     async def pid(self) -> int:
         return os.getpid()

@@ -21,7 +21,7 @@ out = Console()
 err = Console(stderr=True)
 
 RUNS = Path("runs")
-USER_ERROR, RUN_ERROR = 2, 1
+USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 RecipeFiles = Annotated[
     list[str], typer.Argument(metavar="RECIPE... [a.b=c ...]", help="YAML files, merged left to right, then overrides")
 ]
@@ -29,13 +29,14 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, s
 
 
 def main() -> None:
-    """Entry point: a mistake of the user's is a message and exit code 2, a run that failed is exit code 1."""
+    """Entry point.  Exit codes: 2 for a mistake of the user's, 1 for a run that failed, 130 for one that was interrupted."""
     try:
         app(standalone_mode=False)
     except typer.Exit as end:
         sys.exit(end.exit_code)
-    except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+    except (typer.Abort, KeyboardInterrupt) as stop:
+        err.print(_plain(stop), highlight=False)
+        sys.exit(INTERRUPTED)
     except ValueError as mistake:
         err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False)
         sys.exit(USER_ERROR)
@@ -74,7 +75,7 @@ def run(
     runs: Annotated[Path, typer.Option(help="where run directories are made")] = RUNS,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no live display")] = False,
 ) -> None:
-    """Train as a recipe says.
+    """Train as a recipe says.  Ctrl-C ends the run after the step at hand, with a checkpoint and exit code 130.
 
     [dim]slipstream run recipes/quickstart.yaml
     slipstream run recipes/quickstart.yaml name=sync schedule.max_staleness=0[/]
@@ -112,6 +113,7 @@ def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path,
     from slipstream.cluster.progress import final_table
 
     summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
+    stopped = summary["status"] == "interrupted"
     out.print(final_table(summary))
     report_file = _report(path)
     out.print(f"report   {report_file}", soft_wrap=True)
@@ -121,10 +123,12 @@ def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path,
         f"slipstream audit {path}",
         f"slipstream eval {path}",
         f"slipstream export {path} {path / 'model'}" if checkpoint else "",
-        f"slipstream resume {path} schedule.steps={2 * found.schedule.steps}",
+        f"slipstream resume {path}" + ("" if stopped else f" schedule.steps={2 * found.schedule.steps}"),
     ):
         if command:
             out.print(f"  {command}", soft_wrap=True, highlight=False)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command()

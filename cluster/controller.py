@@ -60,19 +60,21 @@ class Controller:
         place = RunPlace(parts.run_id, str(run.logs), search_path)
         self.fleet = Fleet(recipe, place)
         self.learners = LearnerGroup(recipe, place)
-        self.telemetry = Telemetry(run, recipe.name, recipe.monitor.sinks, parts.history)
+        self.telemetry = Telemetry(run, recipe.name, recipe.monitor.sinks, parts.history, parts.evaluations)
         self.flow = Flow(recipe.schedule, parts.version, parts.ledger)
         for group in parts.ready:
             self.flow.restore(group)
-        self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry)
+        self.pulse = Pulse()
+        self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry, self.pulse.beat)
         self.transport = open_transport(transport_name(recipe), self.fleet, self.learners, recipe.cluster.step_timeout_s)
         self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
-        self.pulse = Pulse()
         self.places: dict[str, tuple[int, int]] = {}
         self._groups: set[asyncio.Task[None]] = set()
         self._idle_groups = 0
+        self._attempt: asyncio.Task[None] | None = None
+        self._loops: asyncio.TaskGroup
         self._stopping = False
 
     # ---- the story
@@ -82,7 +84,10 @@ class Controller:
         status, error = "failed", None
         self.telemetry.event("start", **self._plan())
         try:
-            await self._train()
+            self._attempt = asyncio.create_task(self._train())
+            await asyncio.wait([self._attempt])
+            if not (self._stopping and self._attempt.cancelled()):
+                self._attempt.result()
             status = "interrupted" if self._stopping else "completed"
         except BaseException as problem:
             error = describe(problem)
@@ -90,17 +95,20 @@ class Controller:
             raise
         finally:
             self.stage = status
-            summary = self._summary(status, error)
-            self.telemetry.event("end", status=status, error=error)
-            self.run_dir.write_summary(summary)
-            await self.fleet.stop()
-            self.learners.stop()
-            self.telemetry.close()
-            self.run_dir.close()
+            try:
+                summary = self._summary(status, error)
+                self.telemetry.event("end", status=status, error=error)
+                self.run_dir.write_summary(summary)
+            finally:  # even on a full disk
+                await self.fleet.stop()
+                self.learners.stop()
+                self.telemetry.close()
+                self.run_dir.close()
         return summary
 
     async def _train(self) -> None:
         async with asyncio.TaskGroup() as loops:
+            self._loops = loops
             limit = self.recipe.cluster.stall_timeout_s
             watching = loops.create_task(watch(self.pulse, self.fleet, self.learners, limit, self._state))
             engines = loops.create_task(self._start_fleet())
@@ -115,11 +123,14 @@ class Controller:
             self.usage.begin(await self.fleet.stats())
             await (self._imitate() if self.recipe.algo.name == "sft" else self._reinforce())
             await self.publisher.finish()
-            await self.evaluator.finish()
-            if not self._stopping:
-                self.stage = "evaluating"
-                await self.evaluator.run(self.flow.learner.batch)
+            self.stage = "saving"
             await recovery.save(self)
+            if self._stopping:
+                self.evaluator.cancel()
+            else:
+                self.stage = "evaluating"
+                await self.evaluator.finish()
+                await self.evaluator.run(self.flow.learner.batch)
             watching.cancel()
 
     async def _start_fleet(self) -> None:
@@ -168,6 +179,7 @@ class Controller:
     async def _dispatch(self, loops: asyncio.TaskGroup) -> None:
         """Fill free slots with the next tasks, no further than the remaining steps need; interrupted tasks come first."""
         for place in self.parts.in_flight:
+            await self.pulse.until(lambda: True if self.flow.free > 0 else None)  # a resume may have lowered the bound
             self._lease(loops, self.cursor.at(*place), again=True)
         while True:
             await self.pulse.until(lambda: True if self._room() > 0 else None)
@@ -201,6 +213,7 @@ class Controller:
         except GradingError as problem:
             self.flow.fail(task.id)
             self._gone("failed", task.id, size, str(problem))
+            self._lost(f"could not be graded: {problem}", "Mend the reward function; logs/engine-*.log has its tracebacks")
         except GroupAborted:
             self.flow.abandon(task.id)
             self._gone("stale", task.id, size, "aborted: beyond the bound")
@@ -220,12 +233,19 @@ class Controller:
             return
         self.flow.filter(group.task.id)
         self._gone("filtered", group.task.id, len(rewards), f"all rewards are {rewards[0]:g}")
+        self._lost(
+            f"had equal rewards, {rewards[0]:g} throughout",
+            "If that is the best reward, the task is solved: lower schedule.steps or take harder tasks; if it is the worst, "
+            "the task is out of reach, or the reward function does not fit the answers",
+        )
+
+    def _lost(self, how: str, advice: str) -> None:
+        """A group that moves nothing.  Raises RuntimeError after too many in a row: the run would go on for ever."""
         self._idle_groups += 1
         if self._idle_groups >= (self.recipe.schedule.max_idle_groups or 50 * self.flow.groups_per_step):
             raise RuntimeError(
-                f"no learning signal: the last {self._idle_groups} groups each had equal rewards (the last one {rewards[0]:g} "
-                "throughout). If that is the best reward, the task is solved: lower schedule.steps or take harder tasks; "
-                "if it is the worst, the task is out of reach, or the reward function does not fit the answers"
+                f"no learning signal from the last {self._idle_groups} groups (schedule.max_idle_groups); "
+                f"the last one {how}. {advice}"
             )
 
     def _gone(self, kind: str, group_id: str, samples: int, reason: str) -> None:
@@ -271,13 +291,14 @@ class Controller:
         self.pulse.beat()
         usage = self.usage.step(await self.fleet.stats(), waited_s, float(metrics["time/train_tokens"].value()))  # type: ignore[arg-type]
         ledger: Metrics = {f"ledger/{state}": Last(count) for state, count in self.flow.ledger.as_dict().items()}
-        self.telemetry.step(version.batch, {**metrics, **usage, **ledger, **self.publisher.metrics()})
+        skipped: Metrics = {"data/skipped": Last(self.cursor.skipped)}
+        self.telemetry.step(version.batch, {**metrics, **usage, **ledger, **skipped, **self.publisher.metrics()})
         every = self.recipe.checkpoint.every
         if every and version.batch % every == 0 and version.batch < self.recipe.schedule.steps:
             await recovery.save(self)
         last = version.batch == self.recipe.schedule.steps
         if self.recipe.algo.name != "sft" or last or self.evaluator.due(version.batch):
-            await self.publisher.start(version)
+            await self.publisher.start(version, self._loops)
 
     async def _confirmed(self, version: WeightVersion) -> None:
         self.pulse.beat()
@@ -285,13 +306,15 @@ class Controller:
             oldest = max(self.flow.learner.batch - self.flow.bound, 0)
             await self.fleet.abort_before(WeightVersion(version.attempt, oldest))
         if self.evaluator.due(version.batch) and version.batch < self.recipe.schedule.steps:
-            self.evaluator.start(version.batch)
+            self.evaluator.start(version.batch, self._loops)
 
     # ---- stopping and showing
 
     def stop(self) -> None:
-        """Finish the step at hand, keep a checkpoint, and end."""
+        """Finish the step at hand, keep a checkpoint, and end; outside the training there is nothing to finish or to keep."""
         self._stopping = True
+        if self._attempt is not None and self.stage not in ("training", "saving"):
+            self._attempt.cancel()
         self.pulse.beat()
 
     def _plan(self) -> dict[str, Any]:

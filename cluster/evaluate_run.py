@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,9 +34,9 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
         export_model(checkpoint, model)
         tasks = held_out_tasks(recipe, model)
         telemetry = Telemetry(run, recipe.name, ())
-        fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{Path(scratch).name}", str(run.logs), str(Path.cwd())))
+        fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{os.getpid()}", str(run.logs), str(Path.cwd())))
         with ray_session(recipe):
-            evaluator = Evaluator(recipe.monitor.eval, tasks, fleet, Flow(recipe.schedule, version), telemetry)
+            evaluator = Evaluator(recipe.monitor.eval, tasks, fleet, Flow(recipe.schedule, version), telemetry, lambda: None)
             return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.records import Group, Task, Trajectory
@@ -40,34 +40,51 @@ class EvalResult:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> EvalResult:
+        """From an ``eval`` event, which has more fields."""
+        return cls(**{field.name: event[field.name] for field in fields(cls)})
+
 
 class Evaluator:
     """Asks every held-out task once per evaluation, ``monitor.eval.concurrency`` at a time, beside the training rollouts."""
 
     def __init__(
-        self, evaluation: Evaluation, tasks: Sequence[Encoded], fleet: Fleet, flow: Flow, telemetry: Telemetry
+        self,
+        evaluation: Evaluation,
+        tasks: Sequence[Encoded],
+        fleet: Fleet,
+        flow: Flow,
+        telemetry: Telemetry,
+        answered: Callable[[], None],
     ) -> None:
+        """``answered`` is called after every answer: an evaluation may take longer than anything else of a run."""
         self._every = evaluation.every
         self._gate = asyncio.Semaphore(evaluation.concurrency)
         self._tasks = tasks
         self._fleet = fleet
         self._flow = flow
         self._telemetry = telemetry
+        self._answered = answered
         self._running: list[asyncio.Task[None]] = []
 
     def due(self, step: int) -> bool:
         """Whether an evaluation belongs between two steps here; before and after the training there is one in any case."""
         return bool(self._tasks and self._every and step > 0 and step % self._every == 0)
 
-    def start(self, step: int) -> None:
-        """Evaluate in the background."""
-        self._running.append(asyncio.create_task(self.run(step)))
+    def start(self, step: int, loops: asyncio.TaskGroup) -> None:
+        """Evaluate in the background; a failure is at once that of ``loops``."""
+        self._running.append(loops.create_task(self.run(step)))
 
     async def finish(self) -> None:
         """Wait for the evaluations under way.  Raises what made one fail."""
         for running in self._running:
             await running
         self._running.clear()
+
+    def cancel(self) -> None:
+        for running in self._running:
+            running.cancel()
 
     async def run(self, step: int) -> None:
         if not self._tasks:
@@ -85,6 +102,8 @@ class Evaluator:
                 group: Group = await self._fleet.sample(self._fleet.pick(version), task, prompt_ids, version, 1)
             except GradingError:
                 return None
+            finally:
+                self._answered()
         return group.trajectories[0]
 
 

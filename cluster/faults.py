@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import ray
+
+_DEAD = {
+    "RolloutActor": ("an engine's", "logs/engine-*.log"),
+    "LearnerActor": ("the learner's", "logs/learner-*.log"),
+    "ControllerActor": ("the controller's", "logs/controller.log"),
+}
 
 
 def cause(problem: BaseException) -> BaseException:
@@ -20,6 +28,16 @@ def describe(problem: BaseException) -> str:
     """One failure in one line, with what a user can do where we know it."""
     found = cause(problem)
     if isinstance(found, ray.exceptions.RayActorError):
-        name = found.actor_id and getattr(found, "_actor_class_name", None)
-        return f"a process of the run died{f' ({name})' if name else ''}: {' '.join(str(found).split())}"
+        return _obituary(" ".join(str(found).split()))
     return f"{type(found).__name__}: {found}"
+
+
+def _obituary(told: str) -> str:
+    """Ray tells of a dead actor in a long text; the class, the process and the kind of exit are what we need of it."""
+    found = {key: re.search(pattern, told) for key, pattern in (("class", r"class_name: (\w+)"), ("pid", r"pid: (\d+)"))}
+    name = found["class"][1] if found["class"] else ""
+    whose, logs = _DEAD.get(name, ("a", "logs/"))
+    pid = f" {found['pid'][1]}" if found["pid"] else ""
+    detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes|$)", told)
+    said = detail[1] if detail else told
+    return f"{whose} process{pid} died ({name or 'unknown'}); killed, or out of memory? See {logs}. Ray says: {said}"

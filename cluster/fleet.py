@@ -34,6 +34,7 @@ class Fleet:
     recipe: Recipe
     place: RunPlace
     members: list[Member] = field(default_factory=list)
+    actors: list[Any] = field(default_factory=list)
 
     async def start(self, model_path: str, version: WeightVersion, first_task: Task, transport: TransportName) -> None:
         """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
@@ -42,12 +43,12 @@ class Fleet:
         options = actor_class.options(
             num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
         )
-        actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
+        self.actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
         timeout = self.recipe.cluster.start_timeout_s
         try:
             starts = (
                 a.start.remote(self.recipe, model_path, i, self.place, version, first_task, transport)
-                for i, a in enumerate(actors)
+                for i, a in enumerate(self.actors)
             )
             nodes = await asyncio.wait_for(asyncio.gather(*starts), timeout)
         except TimeoutError:
@@ -55,7 +56,7 @@ class Fleet:
                 f"rollout engines: no answer within cluster.start_timeout_s = {timeout} s; "
                 "see the logs of the engines, or whether the cluster has room for them"
             ) from None
-        self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(actors, nodes, strict=True))]
+        self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(self.actors, nodes, strict=True))]
 
     def pick(self, confirmed: WeightVersion) -> Member:
         """The engine with the fewest groups among those that hold ``confirmed`` or newer."""
@@ -98,10 +99,11 @@ class Fleet:
         await asyncio.wait_for(asyncio.gather(*(m.actor.check_health.remote() for m in self.members)), 60.0)
 
     async def stop(self) -> None:
-        """End every engine in order; one that does not answer in ten seconds is killed."""
-        await asyncio.wait([asyncio.ensure_future(m.actor.stop.remote()) for m in self.members] or [_nothing()], timeout=10.0)
-        for member in self.members:
-            ray.kill(member.actor)
+        """End every engine in order, also one that is still starting; one that does not answer in ten seconds is killed."""
+        if self.actors:
+            await asyncio.wait([asyncio.ensure_future(actor.stop.remote()) for actor in self.actors], timeout=10.0)
+        for actor in self.actors:
+            ray.kill(actor)
 
 
 def gpus_wanted(recipe: Recipe) -> int:
@@ -112,9 +114,3 @@ def gpus_wanted(recipe: Recipe) -> int:
 def gpu_share(recipe: Recipe) -> float:
     """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few."""
     return min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
-
-
-def _nothing() -> asyncio.Future[None]:
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    done.set_result(None)
-    return done

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slipstream.cluster.actors import redirect_output
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.progress import Display
+from slipstream.cluster.staging import staging
 from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
@@ -32,8 +34,9 @@ STOP_TIMEOUT_S = 120.0
 class ControllerActor:
     """The controller in a process of its own, so that its death is seen, and told, from outside."""
 
-    def __init__(self, recipe: Recipe, run_path: str, resume: bool, search_path: str) -> None:
+    def __init__(self, recipe: Recipe, run_path: str, resume: bool, search_path: str, run_id: str) -> None:
         self._recipe, self._run_path, self._resume, self._search_path = recipe, Path(run_path), resume, search_path
+        self._run_id = run_id
         self._controller: Any = None
         redirect_output(self._run_path / "logs" / "controller.log")
 
@@ -44,7 +47,7 @@ class ControllerActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         run = RunDirectory.open(self._run_path, write=True)
         try:
-            parts = prepare(self._recipe, run, resume=self._resume)
+            parts = prepare(self._recipe, run, self._run_id, resume=self._resume)
         except BaseException:
             run.close()
             raise
@@ -66,52 +69,68 @@ class RunFailed(RuntimeError):
 def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path: Path, quiet: bool = False) -> dict[str, Any]:
     """Run to the end and return the summary.  Ctrl-C (or SIGTERM) stops after the step at hand, with a checkpoint.
 
-    Raises RunFailed; ``summary.json`` then says ``failed`` and why, also when the controller's process has died.
+    Raises KeyboardInterrupt if it had to be stopped at once, and RunFailed; ``summary.json`` then says why, also when the
+    controller's process has died.  A new run that never began leaves no directory, so that its name stays free.
     """
-    with ray_session(recipe), Display(recipe, run_path, quiet=quiet) as display:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor_class: Any = ControllerActor
-        controller = actor_class.options(scheduling_strategy=here, runtime_env={"env_vars": ENVIRONMENT}).remote(
-            recipe, str(run_path), resume, str(search_path)
-        )
-        finished = controller.run.remote()
-        snapshot: dict[str, Any] | None = None
-        with stop_on_signal(controller):
-            while not ray.wait([finished], timeout=POLL_S)[0]:
-                with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-                    snapshot = ray.get(controller.snapshot.remote(), timeout=10.0) or snapshot
-                display.update(snapshot)
-        try:
-            return ray.get(finished)
-        except ray.exceptions.RayActorError as death:
-            reason = f"the controller's process died: {str(death).splitlines()[0]}"
-            _write_failure(run_path, reason, snapshot)
-            raise RunFailed(reason) from death
-        except ray.exceptions.RayTaskError as failure:
-            reason = describe(failure)
-            if not (run_path / "events.jsonl").exists():
-                shutil.rmtree(run_path)  # it never began: the name stays free
-            elif not (run_path / "summary.json").exists():
-                _write_failure(run_path, reason, snapshot)
-            if isinstance(cause(failure), ValueError):
-                raise ValueError(str(cause(failure))) from failure
-            raise RunFailed(reason) from failure
+    run_id = f"{recipe.name}-{os.getpid()}"
+    try:
+        with staging(run_id), ray_session(recipe), Display(recipe, run_path, quiet=quiet) as display:
+            return _supervise((recipe, str(run_path), resume, str(search_path), run_id), run_path, display)
+    finally:
+        if not resume and not (run_path / "events.jsonl").exists():
+            shutil.rmtree(run_path)
 
 
-def _write_failure(run_path: Path, reason: str, snapshot: dict[str, Any] | None) -> None:
-    """The summary that the controller could not write any more, as far as the driver knows."""
+def _supervise(arguments: tuple[Any, ...], run_path: Path, display: Display) -> dict[str, Any]:
+    """Start the controller, show how it gets on, and tell what became of it."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class: Any = ControllerActor
+    options = actor_class.options(scheduling_strategy=here, runtime_env={"env_vars": ENVIRONMENT})
+    controller = options.remote(*arguments)
+    finished = controller.run.remote()
+    snapshot: dict[str, Any] | None = None
+    with stop_on_signal(controller) as stopping:
+        while not ray.wait([finished], timeout=POLL_S)[0]:
+            with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+                snapshot = ray.get(controller.snapshot.remote(), timeout=10.0) or snapshot
+            display.update(snapshot)
+    try:
+        return ray.get(finished)
+    except ray.exceptions.RayTaskError as failure:
+        reason, problem = describe(failure), cause(failure)
+        if not (run_path / "summary.json").exists():
+            _write_ending(run_path, "failed", reason, snapshot)
+        if isinstance(problem, ValueError):
+            raise ValueError(str(problem)) from failure
+        raise RunFailed(reason) from failure
+    except ray.exceptions.RayError as death:
+        if stopping.killed:
+            reason = f"{stopping.killed}; what came after the last checkpoint is lost"
+            _write_ending(run_path, "interrupted", reason, snapshot)
+            raise KeyboardInterrupt(reason) from death
+        reason = describe(death)
+        _write_ending(run_path, "failed", reason, snapshot)
+        raise RunFailed(reason) from death
+
+
+def _write_ending(run_path: Path, status: str, reason: str, snapshot: dict[str, Any] | None) -> None:
+    """The end that the controller could not write any more, as far as the driver knows; nothing for a run that never began."""
     known = snapshot or {}
-    with RunDirectory.open(run_path, write=True) as run:
-        run.append("events", {"time": time.time(), "kind": "end", "status": "failed", "error": reason})
-        run.write_summary(
-            {
-                "status": "failed",
-                "error": reason,
-                "version": known.get("step", 0),
-                "wall_s": known.get("wall_s", 0.0),
-                "ledger": known.get("ledger", {}),
-            }
-        )
+    summary = {
+        "status": status,
+        "error": reason,
+        "version": known.get("step", 0),
+        "wall_s": known.get("wall_s", 0.0),
+        "ledger": None,  # the records know better than the last snapshot: `slipstream audit` counts them
+    }
+    if not (run_path / "events.jsonl").exists():
+        return
+    try:
+        with RunDirectory.open(run_path, write=True) as run:
+            run.append("events", {"time": time.time(), "kind": "end", "status": status, "error": reason})
+            run.write_summary(summary)
+    except OSError as problem:  # a full disk must not hide the reason
+        sys.stderr.write(f"{run_path}: the summary could not be written: {problem}\n")
 
 
 @contextlib.contextmanager
@@ -130,25 +149,36 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
         ray.shutdown()
 
 
+@dataclass(slots=True)
+class Stopping:
+    """Whether somebody asked for the end, and why the controller had to be killed for it, if it had."""
+
+    asked: bool = False
+    killed: str = ""
+
+
 @contextlib.contextmanager
-def stop_on_signal(controller: Any) -> Iterator[None]:
+def stop_on_signal(controller: Any) -> Iterator[Stopping]:
     """The first SIGINT or SIGTERM asks the controller to stop; the second, or two minutes, ends it at once."""
-    asked = 0.0
+    stopping = Stopping()
+
+    def kill(why: str) -> None:
+        stopping.killed = why
+        ray.kill(controller)
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            ray.kill(controller)
+        if stopping.asked:
+            kill("stopped at once, by a second signal")
             return
-        asked = time.monotonic()
+        stopping.asked = True
         sys.stderr.write("\nstopping after the step at hand (again to stop at once) ...\n")
         controller.stop.remote()
-        signal.signal(signal.SIGALRM, lambda *_: ray.kill(controller))
+        signal.signal(signal.SIGALRM, lambda *_: kill(f"the step at hand did not end within {STOP_TIMEOUT_S:.0f} s"))
         signal.alarm(int(STOP_TIMEOUT_S))
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield stopping
     finally:
         signal.alarm(0)
         for signum, old in before.items():

@@ -23,6 +23,8 @@ class LearnerGroup:
     recipe: Recipe
     place: RunPlace
     ranks: list[Any] = field(default_factory=list)
+    busy: int = 0
+    """Calls under way; each has a time limit of its own."""
 
     async def start(self, model_path: str) -> None:
         """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
@@ -98,10 +100,13 @@ class LearnerGroup:
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         timeout = self.recipe.cluster.step_timeout_s
+        self.busy += 1
         try:
             return list(await asyncio.wait_for(asyncio.gather(*calls), timeout))
         except TimeoutError:
             raise TimeoutError(f"learner: {method} took longer than cluster.step_timeout_s = {timeout} s") from None
+        finally:
+            self.busy -= 1
 
     async def check_health(self) -> None:
         """Raises ActorDiedError if a rank's process is gone.  A rank answers between two steps only, so no time limit here."""

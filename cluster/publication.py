@@ -46,10 +46,10 @@ class Publisher:
         )
         await self._confirmed(version)
 
-    async def start(self, version: WeightVersion) -> None:
-        """Begin in the background, once the publication before it has ended."""
+    async def start(self, version: WeightVersion, loops: asyncio.TaskGroup) -> None:
+        """Begin in the background, once the publication before it has ended; its failure is at once that of ``loops``."""
         await self.finish()
-        self._running = asyncio.create_task(self.publish(version))
+        self._running = loops.create_task(self.publish(version))
 
     async def finish(self) -> None:
         """Wait for the publication under way.  Raises what made it fail."""

@@ -42,7 +42,7 @@ class Pulse:
 async def watch(pulse: Pulse, fleet: Fleet, learners: LearnerGroup, limit_s: float, state: Callable[[], str]) -> None:
     """Raise when an engine or a rank is gone, or TimeoutError when nothing has moved for ``limit_s``, saying what ``state`` is.
 
-    A rank answers between two steps only, so a rank that is busy is left to the time limit of its own call.
+    A rank answers between two steps only, so while the learner is busy the time limit of its own call counts.
     """
     ranks = asyncio.create_task(learners.check_health())
     while True:
@@ -51,7 +51,9 @@ async def watch(pulse: Pulse, fleet: Fleet, learners: LearnerGroup, limit_s: flo
         if ranks.done():
             ranks.result()
             ranks = asyncio.create_task(learners.check_health())
-        if pulse.still_s > limit_s:
+        if learners.busy:
+            pulse.beat()
+        elif pulse.still_s > limit_s:
             raise TimeoutError(
                 f"nothing has moved for {pulse.still_s:.0f} s (cluster.stall_timeout_s = {limit_s:g}): {state()}"
             )

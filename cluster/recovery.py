@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.cursor import Cursor
-from slipstream.cluster.evaluation import Encoded
+from slipstream.cluster.evaluation import Encoded, EvalResult
 from slipstream.cluster.ledger import Ledger
 from slipstream.core.records import Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
@@ -52,15 +52,16 @@ class Parts:
     in_flight: tuple[tuple[int, int], ...] = ()
     """(epoch, position) of tasks whose attempt was interrupted."""
     history: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[EvalResult] = ()
 
 
-def prepare(recipe: Recipe, run: RunDirectory, *, resume: bool) -> Parts:
+def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
     """Open data and model, and find the last checkpoint if ``resume``.  Raises ValueError for what the user has to mend."""
     path = resolve_model(recipe.model, recipe.seed, CACHE)
     encoder = _encoder(recipe, path)
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
     fresh = Parts(
-        run_id=f"{recipe.name}-{os.getpid()}",
+        run_id=run_id,
         model_path=str(path),
         reference_path=_reference(recipe),
         version=WeightVersion(0, 0),
@@ -69,14 +70,16 @@ def prepare(recipe: Recipe, run: RunDirectory, *, resume: bool) -> Parts:
         held_out=held_out_tasks(recipe, path),
         encoder=encoder,
     )
-    return _restore(fresh, run) if resume else fresh
+    return _restore(fresh, recipe, run) if resume else fresh
 
 
-def _restore(parts: Parts, run: RunDirectory) -> Parts:
+def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
     """The same parts as the last checkpoint knew them, under the next attempt; records of lost batches are removed."""
     saved, version = last_checkpoint(run)
     state = json.loads((saved / FILE).read_text())
-    attempts = [version.attempt, *(e["attempt"] for e in run.read("events").records if e["kind"] == "start")]
+    _require_same(recipe, state["fixed"])
+    events = run.read("events").records
+    attempts = [version.attempt, *(e["attempt"] for e in events if e["kind"] == "start")]
     parts.cursor.epoch, parts.cursor.position, parts.cursor.skipped = state["cursor"]
     run.rewind(version.batch)
     return replace(
@@ -87,6 +90,7 @@ def _restore(parts: Parts, run: RunDirectory) -> Parts:
         ready=tuple(decode_group(group) for group in state["ready"]),
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
         history=run.read("metrics").records,
+        evaluations=[EvalResult.of(e) for e in events if e["kind"] == "eval" and e["step"] <= version.batch],
     )
 
 
@@ -96,6 +100,26 @@ def _reference(recipe: Recipe) -> str | None:
         return None
     other = recipe.model.model_copy(update={"path": recipe.model.reference})
     return str(resolve_model(other, recipe.seed, CACHE))
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """What a resume cannot change: tasks and samples of before and after would no longer fit together."""
+    data, schedule = recipe.data, recipe.schedule
+    return {
+        "seed": recipe.seed,
+        "model.path": recipe.model.path,
+        "data.source": data.source,
+        "data.options": data.options,
+        "data.shuffle": data.shuffle,
+        "schedule.group_size": schedule.group_size,
+    }
+
+
+def _require_same(recipe: Recipe, saved: Mapping[str, Any]) -> None:
+    wanted = _fixed(recipe)
+    changed = [f"{key}: got {wanted[key]}, expected {saved[key]}" for key in wanted if wanted[key] != saved[key]]
+    if changed:
+        raise ValueError("\n".join([*changed, "a resumed run goes on with these as they were; start a new run to change them"]))
 
 
 def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
@@ -139,6 +163,7 @@ async def save(controller: Controller) -> None:
     flow, cursor = controller.flow, controller.cursor
     state = {
         "version": str(flow.learner),
+        "fixed": _fixed(controller.recipe),
         "ledger": flow.ledger.as_dict(),
         "cursor": [cursor.epoch, cursor.position, cursor.skipped],
         "ready": [encode_group(group) for group, _ in flow.ready.values()],

@@ -65,17 +65,22 @@ def open_sinks(names: Sequence[str], run: RunDirectory, run_name: str) -> list[M
 class Telemetry:
     """Writes a run's records, and keeps the totals that ``summary.json`` needs.
 
-    ``history`` restores the totals of the steps before a resume from ``metrics.jsonl``.
+    ``history`` restores the totals of the steps before a resume from ``metrics.jsonl``; ``evaluations`` are those before it.
     """
 
     def __init__(
-        self, run: RunDirectory, run_name: str, sinks: Sequence[str], history: Sequence[Mapping[str, Any]] = ()
+        self,
+        run: RunDirectory,
+        run_name: str,
+        sinks: Sequence[str],
+        history: Sequence[Mapping[str, Any]] = (),
+        evaluations: Sequence[EvalResult] = (),
     ) -> None:
         self._run = run
         self._sinks = open_sinks(sinks, run, run_name)
         self._totals: Metrics = {}
         self.sink_failures = 0
-        self.evaluations: list[EvalResult] = []
+        self.evaluations = list(evaluations)
         self.latest: dict[str, Any] = {}
         self.started = time.time()
         for line in history:

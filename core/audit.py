@@ -230,6 +230,8 @@ def _compare(ledger: dict[str, int], summary_file: Path, findings: Findings) -> 
     """The ledger that the run itself kept says the same."""
     try:
         kept = json.loads(summary_file.read_text())["ledger"]
+        if kept is None:  # the process that kept it died: nothing to compare
+            return
         kept = {**kept, "live": kept["in_flight"] + kept["ready"] + kept["training"]}
     except (ValueError, KeyError, TypeError):
         findings.add("format", "summary.json has no ledger that can be read")

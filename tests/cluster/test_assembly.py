@@ -1,0 +1,198 @@
+"""From groups to a batch, on literal groups: stale tokens, advantages, denominators, records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.cluster.assembly import (
+    assemble,
+    assemble_demonstrations,
+    kl_penalties,
+    loss_mask,
+    sample_record,
+    samples_of,
+    staleness_metrics,
+)
+from slipstream.core.metrics import values
+from slipstream.core.records import Group, Task, TrainSample, Trajectory, WeightVersion
+from slipstream.core.schema import Recipe
+
+
+def recipe(*, bound: int = 1, **algo: Any) -> Recipe:
+    """Dr.GRPO unless told otherwise: reward minus the mean of the group, so that advantages are easy to derive."""
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "builtin:tiny"},
+            "data": {"source": "builtin:number_sorting"},
+            "algo": {"scale_by_std": False, **algo},
+            "rollout": {"sampling": {"max_tokens": 4}},
+            "schedule": {"max_staleness": bound, "groups_per_step": 8},
+        }
+    )
+
+
+def response(name: str, reward: float, *batches: int, observed: tuple[int, ...] = ()) -> Trajectory:
+    """One token per entry of ``batches``, the batch of the version that sampled it; ``observed`` positions are not its own."""
+    length = len(batches)
+    return Trajectory(
+        sample_id=name,
+        prompt_ids=(5, 6, 47),
+        token_ids=tuple(range(4, 4 + length)),
+        loss_mask=tuple(i not in observed for i in range(length)),
+        behaviour_logprobs=tuple(-0.5 * (i + 1) for i in range(length)),
+        policy_versions=tuple(WeightVersion(0, batch) for batch in batches),
+        kv_versions=(WeightVersion(0, batches[0]),) * length,
+        status="eos",
+        text="x" * length,
+        reward=reward,
+        rewards={"exact": reward},
+    )
+
+
+def group(name: str, *trajectories: Trajectory) -> Group:
+    return Group(
+        task=Task(id=name, epoch=0, position=0, prompt="12<"), dispatched=WeightVersion(0, 0), trajectories=trajectories
+    )
+
+
+def by_name(batch: Any) -> dict[str, TrainSample]:
+    return {sample.sample_id: sample for part in batch.minibatches for sample in part}
+
+
+NOW = WeightVersion(0, 3)
+
+
+def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics() -> None:
+    """Learner at 3, bound 1: batches 2 and 3 are fresh, 1 is stale.
+
+    b is stale throughout, so it is left out of the batch; its reward of 0 still counts in the mean, (1 + 0 + 0.5) / 3 = 0.5.
+    """
+    groups = [group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1, 1), response("c", 0.5, 3, 3))]
+    made = assemble(groups, NOW, recipe())
+    samples = by_name(made.batch)
+    assert set(samples) == {"a", "c"}
+    assert samples["a"].rl == (0.0, 1.0, 1.0) and samples["a"].advantages == (0.5, 0.5, 0.5)
+    assert samples["c"].rl == (1.0, 1.0) and samples["c"].advantages == (0.0, 0.0)
+    assert samples["a"].input_ids == (5, 6, 47, 4, 5, 6) and samples["a"].prompt_length == 3
+    assert samples["a"].behaviour_logprobs == (-0.5, -1.0, -1.5)
+    assert made.batch.rl_denominators == (4.0,) and made.batch.ce_denominators == (0.0,)  # 2 of a, 2 of c
+    assert made.batch.version == NOW
+    outcomes = {record["sample_id"]: record["outcome"] for record in made.records}
+    assert outcomes == {"a": "trained", "b": "stale", "c": "trained"}
+
+
+def test_a_token_that_the_policy_did_not_write_weighs_nothing() -> None:
+    observed = response("a", 1.0, 3, 3, 3, observed=(1,))
+    assert loss_mask(observed, NOW, 1) == [True, False, True]
+    made = assemble([group("g", observed, response("b", 0.0, 3))], NOW, recipe())
+    assert by_name(made.batch)["a"].rl == (1.0, 0.0, 1.0) and made.batch.rl_denominators == (3.0,)
+
+
+def test_denominators_are_those_of_each_mini_batch() -> None:
+    """Three groups in two mini-batches: round(1.5) = 2 groups, then 1.  Tokens: 2 + 1 + 3 + 1 = 7 in the first, 5 in the second."""
+    groups = [
+        group("g", response("g0", 1.0, 3, 3), response("g1", 0.0, 3)),
+        group("h", response("h0", 1.0, 3, 3, 3), response("h1", 0.0, 3)),
+        group("i", response("i0", 1.0, 3), response("i1", 0.0, 3, 3, 3, 3)),
+    ]
+    batch = assemble(groups, NOW, recipe(minibatches=2)).batch
+    assert [[s.sample_id for s in part] for part in batch.minibatches] == [["g0", "g1", "h0", "h1"], ["i0", "i1"]]
+    assert batch.rl_denominators == (7.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights_a", "weights_c", "denominator"),
+    [
+        ("token_mean", (0.0, 1.0, 1.0), (1.0,), 3.0),  # three fresh tokens
+        ("sequence_mean", (0.0, 0.5, 0.5), (1.0,), 2.0),  # two sequences with a fresh token
+        ("constant", (0.0, 1.0, 1.0), (1.0,), 12.0),  # three sequences, the stale one too, times max_tokens = 4
+    ],
+)
+def test_reductions(reduction: str, weights_a: tuple[float, ...], weights_c: tuple[float, ...], denominator: float) -> None:
+    groups = [group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1), response("c", 0.5, 3))]
+    batch = assemble(groups, NOW, recipe(reduction=reduction)).batch
+    samples = by_name(batch)
+    assert samples["a"].rl == weights_a and samples["c"].rl == weights_c
+    assert batch.rl_denominators == (denominator,)
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
+    """Σ (log π_b − log π_ref) over own tokens: a (−0.5 + 1) + (−1 + 1) = 0.5, its last token being observed; b −0.5 + 2 = 1.5.
+
+    With coefficient 0.2: rewards 1 − 0.1 = 0.9 and 0 − 0.3 = −0.3, mean 0.3, advantages ±0.6.
+    """
+    groups = [group("g", response("a", 1.0, 3, 3, 3, observed=(2,)), response("b", 0.0, 3))]
+    assert kl_penalties(groups, [[-1.0, -1.0, -9.0], [-2.0]]) == {"a": 0.5, "b": 1.5}
+    kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
+    made = assemble(groups, NOW, recipe(kl=kl), {"a": 0.5, "b": 1.5})
+    samples = by_name(made.batch)
+    assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
+    record = made.records[0]
+    assert record["reward"] == pytest.approx(0.9) and record["rewards"] == {"exact": 1.0, "kl": 0.5}
+
+
+def test_demonstrations_are_cross_entropy_on_the_completion() -> None:
+    batch = assemble_demonstrations([("a", (5, 6), (7, 2)), ("b", (5,), (8, 9, 2)), ("c", (5,), (2,))], NOW, minibatches=2)
+    first, second = batch.minibatches
+    assert [s.sample_id for s in first] == ["a", "b"] and [s.sample_id for s in second] == ["c"]
+    assert batch.ce_denominators == (5.0, 1.0) and batch.rl_denominators == (0.0, 0.0)
+    assert first[0].input_ids == (5, 6, 7, 2) and first[0].prompt_length == 2
+    assert first[0].ce == (1.0, 1.0) and first[0].rl == (0.0, 0.0)
+    assert len(assemble_demonstrations([("a", (5,), (2,))], NOW, minibatches=3).minibatches) == 1, "no empty mini-batch"
+
+
+def test_samples_for_the_reference_are_whole() -> None:
+    (sample,) = samples_of([group("g", response("a", 1.0, 1, 3))])
+    assert sample.input_ids == (5, 6, 47, 4, 5) and sample.rl == (0.0, 0.0)
+
+
+def test_a_record_has_runs() -> None:
+    trajectory = response("g#0", 1.0, 1, 1, 2, 3, observed=(0,))
+    record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW)
+    assert record == {
+        "batch": 4,
+        "assembled_at": "0.3",
+        "sample_id": "g#0",
+        "group_id": "g",
+        "prompt": "12<",
+        "prompt_ids": [5, 6, 47],
+        "token_ids": [4, 5, 6, 7],
+        "text": "xxxx",
+        "loss_mask": [[0, 0, 1], [1, 1, 4]],
+        "versions": [["0.1", 0, 2], ["0.2", 2, 3], ["0.3", 3, 4]],
+        "kv_versions": [["0.1", 0, 4]],
+        "weights": [[0.0, 0, 2], [1.0, 2, 4]],
+        "behaviour_logprobs": [-0.5, -1.0, -1.5, -2.0],
+        "reward": 1.0,
+        "rewards": {"exact": 1.0},
+        "advantage": 0.25,
+        "status": "eos",
+        "outcome": "trained",
+    }
+
+
+def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
+    """Learner at 3, bound 1.  Lags: a 2, 1, 0, 0 (KV lag 2 each), b 1 (its first token, of lag 3, was observed; KV lag 3)."""
+    groups = [group("g", response("a", 1.0, 1, 2, 3, 3), response("b", 0.0, 0, 2, observed=(0,)))]
+    metrics = values(staleness_metrics(groups, NOW, 1))
+    expected = {
+        "staleness/token_mean": 4 / 5,
+        "staleness/token_max": 2,
+        "staleness/trained_token_max": 1,
+        "staleness/token_hist": {"0": 2, "1": 2, "2": 1},
+        "staleness/sample_oldest_max": 3,
+        "staleness/kv_mean": (2 * 4 + 3) / 5,
+        "staleness/versions_per_sample": 2.5,  # three versions in a, two in b
+        "staleness/versions_per_sample_max": 3,
+        "staleness/masked_frac": 1 / 5,
+        "staleness/masked_frac_q1": 1.0,  # only the first token of a lies in the first quarter of its response
+        "staleness/masked_frac_q2": 0.0,
+        "staleness/masked_frac_q3": 0.0,
+        "staleness/masked_frac_q4": 0.0,
+    }
+    for name, value in expected.items():
+        assert metrics[name] == (value if isinstance(value, dict) else pytest.approx(value)), name
+    assert set(metrics) == set(expected)
