@@ -125,7 +125,7 @@ async def ray_side(recipe: Recipe, model: Path, prompts: Prompts) -> Side:
 
     actor = RolloutActor.options(runtime_env={"env_vars": ENVIRONMENT}).remote()
     place = RunPlace("engine-overhead", str(WORK / "engine-overhead-logs"), str(ROOT))
-    await actor.start.remote(recipe, str(model), 0, place, VERSION, prompts[0][0])
+    await actor.start.remote(recipe, str(model), 0, place, VERSION, prompts[0][0], "mapped")
 
     async def run(number: int) -> int:
         calls = [actor.sample.remote(renamed(task, number), prompt_ids, VERSION, GROUP_SIZE) for task, prompt_ids in prompts]
