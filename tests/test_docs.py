@@ -1,4 +1,4 @@
-"""What the docs promise: the reference is the schema's, every recipe is valid, every link leads somewhere, every command exists."""
+"""What the docs promise: the reference is the schema's, recipes are valid, links lead somewhere, commands exist."""
 
 import re
 import runpy

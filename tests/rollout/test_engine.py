@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Model, Rollout, Sampling
 from slipstream.rollout.engine import Engine, EngineFailed
@@ -15,7 +17,6 @@ from slipstream.rollout.weights import Staged, Stager, mapped_update
 from slipstream.trainer.distributed import free_port, join
 from slipstream.trainer.model import resolve_model
 from slipstream.trainer.publisher import buckets
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +40,9 @@ def stage(stager: Stager, policy: PreTrainedModel, version: WeightVersion, bucke
     return stager.complete(str(version), count)
 
 
-def worst_difference(policy: PreTrainedModel, prompts: Sequence[tuple[int, ...]], answers: Sequence[Completion], t: float) -> float:
+def worst_difference(
+    policy: PreTrainedModel, prompts: Sequence[tuple[int, ...]], answers: Sequence[Completion], t: float
+) -> float:
     """max |log-prob of the engine − log-prob of transformers| at temperature ``t``."""
     worst = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -54,7 +57,9 @@ def worst_difference(policy: PreTrainedModel, prompts: Sequence[tuple[int, ...]]
 class Running:
     """An engine on its own event loop, with the policy that its weights come from."""
 
-    def __init__(self, path: Path, run_id: str, *, temperature: float = 1.0, max_tokens: int = 48, max_num_seqs: int = 64) -> None:
+    def __init__(
+        self, path: Path, run_id: str, *, temperature: float = 1.0, max_tokens: int = 48, max_num_seqs: int = 64
+    ) -> None:
         if not dist.is_initialized():
             join(0, 1, "127.0.0.1", free_port(), timeout_s=60)
         self.runner = asyncio.Runner()
@@ -175,6 +180,18 @@ def test_eos_length_and_cancellation(tiny: Running) -> None:
     tiny.run(cancel())
     assert not tiny.engine.admitted, "a cancelled request still counts as running"
     assert len(tiny.run(tiny.answers(PROMPTS[:8], "still-alive"))) == 8
+
+
+def test_stop_strings_end_a_response(tiny: Running) -> None:
+    """With "7" as a stop string a response ends at its first 7 (token 11 of the alphabet), which it keeps, with status stop."""
+    seven = 4 + 7
+    tiny.engine._sampling = Sampling(max_tokens=48, stop=["7"])
+    answers = tiny.run(tiny.answers(PROMPTS[:64], "stop"))
+    tiny.engine._sampling = tiny.rollout.sampling
+    stopped = [a for a in answers if a.finish == "stop"]
+    assert stopped and all(a.token_ids[-1] == seven and seven not in a.token_ids[:-1] for a in stopped)
+    assert all(seven not in a.token_ids for a in answers if a.finish != "stop")
+    assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in answers)
 
 
 def test_tied_embeddings_follow_the_update(tmp_path: Path) -> None:

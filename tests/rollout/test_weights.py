@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from slipstream.core.weights import Bucket, TensorSpec, checksum, plan_buckets
 from slipstream.rollout.cuda_ipc import decode, encode
 from slipstream.rollout.weights import Stager, choose_transport, nccl_update
