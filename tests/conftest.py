@@ -1,4 +1,4 @@
-"""The environment that every process of the tests starts in, as Slipstream's own actors get it; set before anything heavy is imported."""
+"""Every process of the tests starts in the environment of Slipstream's own actors, set before anything heavy is imported."""
 
 import os
 

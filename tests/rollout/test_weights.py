@@ -19,7 +19,7 @@ def flat(bucket: Bucket, fill: int = 0) -> np.ndarray:
 
 
 def test_buckets_are_cut_in_order_and_a_large_tensor_stands_alone() -> None:
-    """Sizes 24, 8, 8 bytes.  Buckets of 16: the first is over it alone, the other two fit together.  Offsets (0, 8), (8, 16)."""
+    """Sizes 24, 8, 8 bytes.  Buckets of 16: the first is over it alone, the other two fit together at (0, 8), (8, 16)."""
     plan = plan_buckets(SPECS, 16)
     assert [[t.name for t in b.tensors] for b in plan] == [["a"], ["b", "c"]]
     assert plan[1].offsets() == [(0, 8), (8, 16)] and plan[1].nbytes == 16
