@@ -96,7 +96,6 @@ def relative(got: Tensor, expected: Tensor) -> float:
 def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple[dict[str, float], dict[str, int]]:
     """Largest relative errors over all batches, inner steps and parameters of one case, and the branches its tokens took."""
     model = folder / f"model-{rank}-{'tied' if case['tied'] else 'untied'}"
-    oracle.write_model(model, tied=case["tied"])
     epochs, minibatches = case["inner"]
     learner = Learner(recipe(case, model), model, rank, world_size)
     learner.begin_phase(OPTIMIZER, oracle.BATCHES * epochs * minibatches)
@@ -142,6 +141,8 @@ def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple
 def main() -> None:
     rank, world_size, port = (int(a) for a in sys.argv[1:4])
     torch.set_num_threads(1)
+    for name in ("tied", "untied"):  # before joining: inside a group, transformers saves on rank 0 only
+        oracle.write_model(Path(sys.argv[4]) / f"model-{rank}-{name}", tied=name == "tied")
     distributed.join(rank, world_size, "127.0.0.1", port, timeout_s=120)
     for case in json.loads(sys.argv[5]):
         errors, events = run(case, Path(sys.argv[4]), rank, world_size)
