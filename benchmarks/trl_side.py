@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -39,7 +38,6 @@ class Clock(TrainerCallback):
 def main(spec_path: str, result_path: str) -> None:
     started = time.perf_counter()
     spec = json.loads(Path(spec_path).read_text())
-    os.nice(spec["niceness"])
     torch.set_num_threads(spec["threads"])
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     samples_per_step = spec["groups_per_step"] * spec["group_size"]

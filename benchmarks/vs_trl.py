@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RAY_NICENESS, ROOT, WORK, Job, arguments, finish, run_job, say, warm_started
+from common import HERE, ROOT, WORK, Job, arguments, finish, run_job, say, warm_started
 
 from slipstream.core.recipe import load_recipe
 
@@ -140,7 +140,6 @@ def run_trl(name: str, workload: Workload, model: Path, repetition: int, generat
         "betas": optimizer.betas,
         "seed": repetition,
         "threads": 2,
-        "niceness": RAY_NICENESS,
         "continuous_batching": generation == "continuous",
     }
     (work / "spec.json").write_text(json.dumps(spec))
