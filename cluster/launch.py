@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -138,6 +139,7 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
     """A connection to ``cluster.address`` (or $RAY_ADDRESS), or a Ray of our own on this machine, which ends with the block."""
     address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     os.environ.update(ENVIRONMENT)
+    _require_answer(address)
     options: dict[str, Any] = {}
     if address == "local":
         wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus
@@ -147,6 +149,20 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise ValueError if nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "local" or "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except OSError as problem:
+        raise ValueError(
+            f"cluster.address: nothing answers at {address} ({problem}); expected a running Ray cluster: start one there with "
+            "`ray start --head`, or remove cluster.address (and RAY_ADDRESS) to run on this machine"
+        ) from problem
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -191,9 +192,9 @@ def summarise(
         },
         "ledger": {**ledger, "duplicates": 0},
         "offpolicy": {
-            "ratio_max": telemetry.total("offpolicy/ratio_max"),
-            "ess_mean": telemetry.total("offpolicy/ess"),
-            "sampler_kl_mean": telemetry.total("offpolicy/sampler_kl"),
+            "ratio_max": _finite(telemetry.total("offpolicy/ratio_max")),
+            "ess_mean": _finite(telemetry.total("offpolicy/ess")),
+            "sampler_kl_mean": _finite(telemetry.total("offpolicy/sampler_kl")),
         },
         "draft": {"method": None, "acceptance_length": None, "updates": 0},
         "throughput": dict(throughput),
@@ -205,3 +206,8 @@ def summarise(
         },
         "faults": {"engine_restarts": 0, "learner_restarts": resumes, "sink_failures": telemetry.sink_failures},
     }
+
+
+def _finite(number: float) -> float | None:
+    """None for what has no JSON: a run that diverged still gets its summary."""
+    return number if math.isfinite(number) else None

@@ -92,7 +92,7 @@ def test_a_token_that_the_policy_did_not_write_weighs_nothing() -> None:
 
 
 def test_denominators_are_those_of_each_mini_batch() -> None:
-    """Three groups in two mini-batches: round(1.5) = 2 groups, then 1.  Tokens: 2 + 1 + 3 + 1 = 7 in the first, 5 in the second."""
+    """Three groups in two mini-batches: round(1.5) = 2 groups, then 1.  Tokens: 2 + 1 + 3 + 1 = 7, then 1 + 4 = 5."""
     groups = [
         group("g", response("g0", 1.0, 3, 3), response("g1", 0.0, 3)),
         group("h", response("h0", 1.0, 3, 3, 3), response("h1", 0.0, 3)),

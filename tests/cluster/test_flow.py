@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.ledger import Ledger
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
@@ -106,7 +107,9 @@ class FlowMachine(RuleBasedStateMachine):
         if hasattr(self, "flow"):
             self.flow.ledger.check()
             assert 0 <= self.flow.held <= self.flow.slots
-            assert self.flow.learner.batch - self.flow.confirmed.batch <= self.flow.bound + 1, "published too late for the slots"
+            assert self.flow.learner.batch - self.flow.confirmed.batch <= self.flow.bound + 1, (
+                "published too late for the slots"
+            )
 
     def teardown(self) -> None:
         """No deadlock: once every group in flight has finished and every version is confirmed, the learner can go on."""

@@ -1,0 +1,93 @@
+"""The command as a user meets it, without starting anything heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("run", "validate", "resume", "eval", "export", "report", "audit", "doctor")
+GOOD = "name: trial\nmodel: {path: 'builtin:tiny'}\ndata: {source: 'builtin:number_sorting'}\n"
+BAD = """name: trial
+model: {path: 'builtin:tiny', max_length: 64}
+data: {source: 'builtin:number_sorting', sorce: x}
+schedule: {steps: many, group_size: 500}
+trainer: {optimizer: {lr: -1.0}}
+rollout: {sampling: {max_tokens: 64}}
+"""
+
+
+def slipstream(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.cluster.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(GOOD)
+    return file
+
+
+def test_all_mistakes_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(BAD)
+    done = slipstream("validate", file, cwd=tmp_path)
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "Traceback" not in told
+    for key in ("data.sorce", "schedule.steps", "schedule.group_size", "trainer.optimizer.lr", "rollout.sampling.max_tokens"):
+        assert key in told, f"{key} is missing in: {told}"
+    assert "source" in told.split("data.sorce")[1], "did you mean source?"
+    assert slipstream("run", file, cwd=tmp_path).returncode == 2 and not (tmp_path / "runs").exists()
+
+
+def test_validate_is_quick_and_imports_nothing_heavy(recipe: Path) -> None:
+    """Measured in processor time as well as on the clock, since the machine may be busy."""
+    code = (
+        "import sys, time; from slipstream.cluster.cli import app; "
+        f"app(['validate', {str(recipe)!r}], standalone_mode=False); "
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules); "
+        "print('heavy', sorted(heavy)); print('seconds', time.process_time())"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    wall = time.perf_counter() - start
+    assert "valid: trial, grpo on builtin:number_sorting" in done.stdout and "heavy []" in done.stdout
+    seconds = float(done.stdout.split("seconds ")[1])
+    assert seconds <= 2.0, f"{seconds} s of processor time ({wall:.1f} s on the clock)"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from slipstream.cluster.cli import app
+
+    app([command, "--help"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "Usage:" in shown and f"slipstream {command}" in shown, "a usage line and an example"
+
+
+def test_a_run_directory_is_never_written_twice(recipe: Path) -> None:
+    there = recipe.parent / "runs" / "trial"
+    there.mkdir(parents=True)
+    done = slipstream("run", recipe, cwd=recipe.parent)
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "slipstream resume runs/trial" in told and "name=trial-2" in told
+    assert list(there.iterdir()) == []
+
+
+def test_a_run_that_cannot_begin_leaves_its_name_free(recipe: Path) -> None:
+    """No Ray answers at the address: a mistake of the user's, told within seconds, and no directory."""
+    done = slipstream("run", recipe, "cluster.address=127.0.0.1:1", cwd=recipe.parent)
+    assert done.returncode == 2 and "127.0.0.1:1" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (recipe.parent / "runs" / "trial").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "export", "report", "audit"])
+def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
+    done = slipstream(command, tmp_path, *(["out"] if command == "export" else []), cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in "".join(done.stderr.split()), (
+        done.stderr
+    )

@@ -1,0 +1,333 @@
+"""Checkpoint contents, the data cursor, figures and sinks: everything of the controller that needs no process."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cluster import recovery, usage
+from slipstream.cluster.actors import EngineStats
+from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.evaluation import EvalResult, score
+from slipstream.cluster.faults import cause, describe
+from slipstream.cluster.launch import _write_ending
+from slipstream.cluster.progress import line
+from slipstream.cluster.publication import Publisher
+from slipstream.cluster.pulse import Pulse
+from slipstream.cluster.staging import LOCK, staging
+from slipstream.cluster.telemetry import Telemetry, summarise
+from slipstream.cluster.usage import Usage
+from slipstream.core.audit import audit
+from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
+from slipstream.core.records import Group, Task, Trajectory, WeightVersion
+from slipstream.core.rundir import RunDirectory
+from slipstream.core.schema import Recipe
+from slipstream.rollout.environment import PromptTooLong
+
+LEDGER = {"dispatched": 4, "in_flight": 0, "ready": 0, "training": 0, "trained": 4, "stale": 0, "filtered": 0, "failed": 0}
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Recipe.model_validate(
+        {"name": "trial", "model": {"path": "builtin:tiny"}, "data": {"source": "builtin:number_sorting"}}
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, recipe: Recipe) -> Any:
+    with RunDirectory.create(tmp_path / "runs", recipe) as directory:
+        yield directory
+
+
+def a_group(prompt: Any) -> Group:
+    old, new = WeightVersion(0, 3), WeightVersion(1, 3)
+    trajectory = Trajectory(
+        sample_id="train/2/7#0",
+        prompt_ids=(5, 47),
+        token_ids=(4, 5, 2),
+        loss_mask=(True, False, True),
+        behaviour_logprobs=(-0.1, 0.0, -1.0000001192092896),
+        policy_versions=(old, new, new),
+        kv_versions=(old, old, old),
+        status="length",
+        text="01\x00",
+        reward=0.5,
+        rewards={"exact": 1.0, "my:own": 0.0},
+    )
+    task = Task(
+        id="train/2/7",
+        epoch=2,
+        position=7,
+        prompt=prompt,
+        answer="1",
+        completion=None,
+        columns={"entry": {"a": [1, 2]}},
+        source="x.jsonl",
+    )
+    return Group(task=task, dispatched=old, trajectories=(trajectory,))
+
+
+# ---- what a checkpoint holds
+
+
+@pytest.mark.parametrize("prompt", ["1<", (5, 47), ({"role": "user", "content": "1<"},)])
+def test_a_group_survives_the_checkpoint(prompt: Any) -> None:
+    """Through JSON and back: the same tokens, log-probs to the last bit, versions, prompts of all three kinds."""
+    group = a_group(prompt)
+    assert recovery.decode_group(json.loads(json.dumps(recovery.encode_group(group)))) == group
+
+
+def test_a_resume_may_not_change_what_tasks_and_samples_are(recipe: Recipe) -> None:
+    saved = recovery._fixed(recipe)
+    recovery._require_same(recipe.model_copy(update={"name": "other"}), saved)
+    other = recipe.model_copy(update={"seed": 1, "schedule": recipe.schedule.model_copy(update={"group_size": 3, "steps": 7})})
+    with pytest.raises(
+        ValueError, match=r"(?s)seed: got 1, expected 0.*schedule.group_size: got 3, expected 8.*start a new run"
+    ):
+        recovery._require_same(other, saved)
+
+
+# ---- the cursor
+
+
+class Source:
+    def __init__(self, *prompts: str) -> None:
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def task(self, epoch: int, position: int) -> Task:
+        return Task(id=f"train/{epoch}/{position}", epoch=epoch, position=position, prompt=self.prompts[position])
+
+
+class Encoder:
+    """One token per character, five at most."""
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        if len(task.prompt) > 5:
+            raise PromptTooLong(task.id, len(task.prompt), 5, "too long")
+        return tuple(map(ord, task.prompt))  # type: ignore[arg-type]
+
+
+def cursor(*prompts: str, epochs: int | None = None) -> Cursor:
+    return Cursor(Source(*prompts), Encoder(), epochs)  # type: ignore[arg-type]
+
+
+def test_the_cursor_walks_epochs_and_counts_what_it_leaves_out() -> None:
+    at = cursor("a", "too long", "c", epochs=2)
+    found = [entry[0].id for entry in iter(at.next, None)]
+    assert found == ["train/0/0", "train/0/2", "train/1/0", "train/1/2"]
+    assert at.skipped == 2 and at.next() is None and (at.epoch, at.position) == (2, 0)
+
+
+def test_the_cursor_without_an_end_starts_over() -> None:
+    at = cursor("a", "b")
+    assert [(e[0].epoch, e[0].position) for e in (at.next() for _ in range(5)) if e] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_a_source_of_nothing_but_long_prompts_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"not one of 2 prompts fits; raise data\.max_prompt_tokens"):
+        cursor("much too long", "as well too long").next()
+    assert [e[0].id for e in cursor("a", "too long", "c").all()] == ["train/0/0", "train/0/2"]
+
+
+# ---- figures
+
+
+def test_usage_is_of_the_time_since_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines, ten seconds: busy 8 + 4 of 20 engine seconds, so idle 0.4; 300 tokens; the learner waited 2.5 s."""
+    clock = iter([0.0, 100.0, 110.0])
+    monkeypatch.setattr(usage.time, "perf_counter", lambda: next(clock))
+    meter = Usage()
+    meter.begin([EngineStats(1000, 50.0), EngineStats(0, 0.0)])
+    step = values(meter.step([EngineStats(1200, 58.0), EngineStats(100, 4.0)], 2.5, 200.0))
+    assert step == pytest.approx(
+        {
+            "idle/learner": 0.25,
+            "idle/rollout": 0.4,
+            "throughput/rollout_tokens_per_s": 30.0,
+            "throughput/trained_tokens_per_s": 20.0,
+        }
+    )
+    assert meter.idle() == pytest.approx({"learner": 0.25, "rollout": 0.4})
+    assert meter.throughput() == pytest.approx({"rollout_tokens_per_s": 30.0, "trained_tokens_per_s": 20.0})
+
+
+def step_metrics(lag_max: int, hist: dict[int, int], ratio_max: float, pause_s: float) -> Metrics:
+    return {
+        "staleness/token_max": Max(lag_max),
+        "staleness/trained_token_max": Max(min(lag_max, 1)),
+        "staleness/token_hist": Histogram(hist),
+        "offpolicy/ratio_max": Max(ratio_max),
+        "offpolicy/ess": Mean(0.5),
+        "weights/pause_s": Mean(pause_s),
+    }
+
+
+def evaluated(step: int, value: float) -> EvalResult:
+    return EvalResult(step=step, score=value, n=10, failed=0, metric="accuracy", seconds=1.0, versions={})
+
+
+def summary(telemetry: Telemetry, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "status": "completed",
+        "error": None,
+        "steps": 3,
+        "version": 3,
+        "bound": 1,
+        "ledger": LEDGER,
+        "idle": {"learner": 0.1, "rollout": 0.2},
+        "throughput": {"rollout_tokens_per_s": 1.0, "trained_tokens_per_s": 2.0},
+        "publishes": 4,
+        "resumes": 0,
+    }
+    return summarise(telemetry, **{**fields, **changes})
+
+
+def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> None:
+    """Lags over three steps: 6 tokens of lag 0, 3 of 1, 1 of 2: mean (3 + 2) / 10, one of ten over the bound of 1."""
+    before = Telemetry(run, "trial", ["jsonl"])
+    before.evaluated(evaluated(0, 0.25))
+    before.step(1, step_metrics(1, {0: 2, 1: 2}, 1.5, 0.010))
+    before.step(2, step_metrics(2, {0: 2, 1: 1, 2: 1}, 3.0, 0.030))
+    events, lines = run.read("events").records, run.read("metrics").records
+    after = Telemetry(run, "trial", ["jsonl"], lines, [EvalResult.of(e) for e in events if e["kind"] == "eval"])
+    after.step(3, step_metrics(0, {0: 2}, 1.25, 0.020))
+    after.evaluated(evaluated(3, 0.75))
+    found = summary(after, resumes=1)
+    assert found["eval"] == {"before": 0.25, "after": 0.75, "n": 10, "metric": "accuracy"}
+    assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == 0.1
+    assert found["staleness"]["token_max"] == 2 and found["staleness"]["trained_token_max"] == 1
+    assert found["offpolicy"]["ratio_max"] == 3.0 and found["offpolicy"]["ess_mean"] == 0.5
+    assert found["weights"]["pause_s_p50"] == 0.02 and found["weights"]["publishes"] == 4
+    assert found["ledger"] == {**LEDGER, "duplicates": 0} and found["faults"]["learner_restarts"] == 1
+    assert [line["step"] for line in run.read("metrics").records] == [1, 2, 3]
+
+
+def test_a_sink_that_fails_is_counted_and_stops_nothing(run: RunDirectory) -> None:
+    class Broken:
+        def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+            raise OSError("no route to the tracker")
+
+        def close(self) -> None:
+            pass
+
+    telemetry = Telemetry(run, "trial", ["jsonl"])
+    telemetry._sinks.insert(0, Broken())
+    telemetry.step(1, {"reward/mean": Mean(1.0)})
+    telemetry.step(2, {"reward/mean": Mean(0.5)})
+    assert [m["reward/mean"] for m in run.read("metrics").records] == [1.0, 0.5], "the sinks behind it still get everything"
+    assert telemetry.sink_failures == 2 and summary(telemetry)["faults"]["sink_failures"] == 2
+
+
+def test_an_infinite_figure_does_not_cost_the_summary(run: RunDirectory) -> None:
+    telemetry = Telemetry(run, "trial", [])
+    telemetry.step(1, step_metrics(0, {0: 1}, float("inf"), 0.01))
+    run.write_summary(summary(telemetry))
+    assert json.loads(run.summary_file.read_text())["offpolicy"]["ratio_max"] is None
+
+
+def answer(reward: float) -> Trajectory:
+    return Trajectory(
+        sample_id="s",
+        prompt_ids=(5,),
+        token_ids=(2,),
+        loss_mask=(True,),
+        behaviour_logprobs=(-0.5,),
+        policy_versions=(WeightVersion(0, 4),),
+        kv_versions=(WeightVersion(0, 4),),
+        status="eos",
+        reward=reward,
+    )
+
+
+def test_the_score_is_the_mean_over_what_could_be_graded() -> None:
+    result = score([answer(1.0), answer(0.0), answer(0.0), answer(1.0)], step=4, failed=2, seconds=1.0)
+    assert (result.score, result.n, result.failed, result.metric) == (0.5, 4, 2, "accuracy")
+    assert result.versions == {"0.4": 4}
+    assert score([answer(0.5)], 0, 0, 1.0).metric == "reward"
+    assert score([], 0, 3, 1.0).score == 0.0
+
+
+# ---- what goes on around the training
+
+
+def test_the_plain_line(recipe: Recipe) -> None:
+    snapshot = {
+        "stage": "training",
+        "step": 40,
+        "metrics": {"reward/mean": 0.7123, "staleness/token_mean": 1.234, "throughput/rollout_tokens_per_s": 1234.5},
+        "evaluations": [evaluated(20, 0.625).as_dict()],
+    }
+    shown = line(snapshot, recipe)
+    assert shown == "training 40/100 · reward 0.712 · lag 1.23 · tok/s 1.23e+03 · held-out accuracy 0.625 (step 20)"
+
+
+def test_a_publication_that_fails_in_the_background_fails_the_run_at_once(run: RunDirectory, recipe: Recipe) -> None:
+    """The learner waits for groups, which wait for slots, which wait for this publication: nobody would ever ask for it."""
+
+    class Torn:
+        async def publish(self, version: WeightVersion) -> Any:
+            raise ValueError("weight bucket 3: the transfer is torn")
+
+    async def story() -> None:
+        publisher = Publisher(Torn(), None, Telemetry(run, "trial", []), None)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as loops:
+            await publisher.start(WeightVersion(0, 1), loops)
+            await Pulse().until(lambda: None)
+
+    with pytest.raises(ExceptionGroup) as failure:
+        asyncio.run(asyncio.wait_for(story(), 5.0))
+    assert describe(failure.value) == "ValueError: weight bucket 3: the transfer is torn"
+
+
+def test_the_cause_is_told_and_not_its_wrappings() -> None:
+    inner = ValueError("the reason")
+    assert cause(BaseExceptionGroup("a", [BaseExceptionGroup("b", [inner]), KeyError("later")])) is inner
+
+
+def test_the_end_that_a_dead_controller_could_not_write(run: RunDirectory) -> None:
+    run.append("events", {"time": 0.0, "kind": "start", "attempt": 0, "bound": 1, "groups_per_step": 1})
+    run.append("events", {"time": 0.0, "kind": "dispatch", "group_id": "g", "version": "0.0", "samples": 2})
+    run.close()
+    _write_ending(
+        run.path, "failed", "the controller's process 7 died", {"step": 0, "wall_s": 3.0, "ledger": {"dispatched": 0}}
+    )
+    written = json.loads(run.summary_file.read_text())
+    assert (written["status"], written["error"]) == ("failed", "the controller's process 7 died")
+    assert run.read("events").records[-1]["kind"] == "end"
+    report = audit(run.path)  # the last snapshot of the ledger was older than the events, so it is not written
+    assert report.ok and report.figures["ledger"]["live"] == 2, report.problems
+
+
+def test_shared_memory_is_cleaned_for_dead_runs_only(tmp_path: Path) -> None:
+    def left(name: str, *, locked: bool) -> int | None:
+        (tmp_path / name / "0.1").mkdir(parents=True)
+        handle = os.open(tmp_path / name / LOCK, os.O_RDWR | os.O_CREAT)
+        if locked:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            return handle
+        os.close(handle)
+        return None
+
+    left("slipstream-killed-1", locked=False)
+    handle = left("slipstream-running-2", locked=True)
+    (tmp_path / "slipstream-of-an-engine-node").mkdir()
+    (tmp_path / "other").mkdir()
+    with staging("mine-3", tmp_path) as folder:
+        assert folder == tmp_path / "slipstream-mine-3"
+        (folder / "0.5").mkdir()
+        names: Sequence[str] = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["other", "slipstream-mine-3", "slipstream-of-an-engine-node", "slipstream-running-2"]
+    assert not folder.exists()
+    assert handle is not None
+    os.close(handle)
