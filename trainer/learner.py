@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,15 @@ from slipstream.trainer.model import load_policy
 from slipstream.trainer.objective import SUMS, TERMS, Anchors, Objective, batch_metrics, step_metrics
 from slipstream.trainer.optim import ShardedAdamW, build_adamw, learning_rate
 from slipstream.trainer.packing import PackedRow, pack, partition
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training with one optimizer: the warm start, or RL.  ``total_steps`` counts optimizer steps."""
+
+    optimizer: schema.Optimizer
+    total_steps: int
+    epochs: int
 
 
 class Learner:
@@ -54,15 +64,16 @@ class Learner:
             dist_init_required=False,
         )
         self.adamw = ShardedAdamW(self.engine)
-        self.phase: tuple[schema.Optimizer, int] | None = None
+        self.phase: Phase | None = None
         self._objective = Objective(recipe.algo, recipe.rollout.sampling.temperature)
 
-    def begin_phase(self, optimizer: schema.Optimizer, total_steps: int) -> None:
+    def begin_phase(self, optimizer: schema.Optimizer, total_steps: int, epochs: int | None = None) -> None:
         """Start over with the optimizer, not with the weights: moments, step count, schedule and hyperparameters.
 
-        ``total_steps`` counts optimizer steps (``algo.inner_steps`` a batch) and is where a decaying schedule ends.
+        ``total_steps`` counts optimizer steps (epochs × mini-batches a batch) and is where a decaying schedule ends.
+        ``epochs`` are the passes over each batch: ``algo.epochs`` by default, 1 for a warm start.
         """
-        self.phase = (optimizer, total_steps)
+        self.phase = Phase(optimizer, total_steps, self.recipe.algo.epochs if epochs is None else epochs)
         self.adamw.reset(optimizer)
 
     def set_reference(self, path: Path | None = None) -> None:
@@ -82,29 +93,38 @@ class Learner:
     def train(self, batch: TrainBatch) -> Metrics:
         """All inner optimizer steps of a batch.  Returns global metrics, the same on every rank.
 
+        A mini-batch without weight in either stream (every token was stale) makes no step: Adam's momentum would move the
+        weights without a gradient.
         Raises FloatingPointError, naming the batch, if a loss or gradient norm is not finite: that step is then not
         applied (earlier inner steps of the batch are), and the learner is to be restored from a checkpoint.
         """
         assert self.phase is not None, "begin_phase comes before train"
-        algo = self.recipe.algo
+        epochs = self.phase.epochs
         rows = [self._rows(samples) for samples in batch.minibatches]
-        anchors = [[self._anchors(row) for row in minibatch] for minibatch in rows]
+        several_steps = epochs * len(rows) > 1
+        anchors = [
+            [self._anchors(row, proximal=several_steps) if denominator else Anchors() for row in minibatch]
+            for minibatch, denominator in zip(rows, batch.rl_denominators, strict=True)
+        ]
         parts: list[Metrics] = []
+        tokens = 0
         first_pass, ratio_tops, sums = dict.fromkeys(SUMS, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
-        for epoch in range(algo.epochs):
+        for epoch in range(epochs):
             for index, (minibatch, fixed) in enumerate(zip(rows, anchors, strict=True)):
                 denominators = batch.rl_denominators[index], batch.ce_denominators[index]
+                if not any(denominators):
+                    continue
+                tokens += sum(len(sample.input_ids) for sample in batch.minibatches[index])
                 sums, tops, metrics = self._step(minibatch, fixed, denominators, (batch.version, epoch, index))
                 parts.append(metrics)
                 if epoch == 0:
                     first_pass = {name: first_pass[name] + sums[name] for name in SUMS}
                     ratio_tops += tops
         (ratio_max,) = all_reduced([torch.stack([top.cpu() for top in ratio_tops]).max()], dist.ReduceOp.MAX)
-        trained = algo.epochs * sum(len(sample.input_ids) for samples in batch.minibatches for sample in samples)
         return {
             **merge(parts),
             **batch_metrics(first_pass, sums, ratio_max),
-            "time/train_tokens": Sum(trained),
+            "time/train_tokens": Sum(tokens),
         }
 
     def logprobs(self, samples: Sequence[TrainSample], which: Literal["policy", "reference"]) -> list[list[float]]:
@@ -144,9 +164,9 @@ class Learner:
         plan = partition(samples, self.world_size, self.recipe.trainer.max_tokens_per_microbatch)
         return [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
 
-    def _anchors(self, row: PackedRow) -> Anchors:
+    def _anchors(self, row: PackedRow, *, proximal: bool) -> Anchors:
         return Anchors(
-            proximal_N=self._logprobs(self.engine, row) if self.recipe.algo.inner_steps > 1 else None,
+            proximal_N=self._logprobs(self.engine, row) if proximal else None,
             reference_N=self._logprobs(self.reference, row) if self._objective.kl is not None else None,
         )
 
@@ -173,7 +193,7 @@ class Learner:
         where = "batch {}, epoch {}, mini-batch {}".format(*place)
         if not all(math.isfinite(sums[term]) for term in TERMS):
             raise FloatingPointError(f"{where}: loss is not finite ({', '.join(f'{t} {sums[t]}' for t in TERMS)})")
-        rate = learning_rate(self.phase[0], self.adamw.steps, self.phase[1])
+        rate = learning_rate(self.phase.optimizer, self.adamw.steps, self.phase.total_steps)
         try:
             norm = self.adamw.step(rate)
         except FloatingPointError as error:

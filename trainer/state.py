@@ -5,7 +5,7 @@
 ``optimizer-*.safetensors``  ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and, unless training is in float32,
                              ``master/<parameter>``: full float32 tensors, whatever the ZeRO stage and number of ranks were
 ``reference/``               the KL reference, where there is one
-``learner.json``             step count, phase (optimizer section, total steps), random streams of every rank
+``learner.json``             step count, phase (optimizer section, total steps, epochs), random streams of every rank
 ===========================  ==============================================================================================
 """
 
@@ -60,10 +60,14 @@ def save(learner: Learner, folder: Path) -> None:
     load_tokenizer(learner.model_path).save_pretrained(folder / "model")
     if frozen is not None:
         _write_model(learner.policy, frozen, folder / "reference")
-    optimizer, total_steps = learner.phase
+    phase = learner.phase
     content = {
         "steps": learner.adamw.steps,
-        "phase": {"optimizer": optimizer.model_dump(mode="json"), "total_steps": total_steps},
+        "phase": {
+            "optimizer": phase.optimizer.model_dump(mode="json"),
+            "total_steps": phase.total_steps,
+            "epochs": phase.epochs,
+        },
         "random_streams": streams,
     }
     (folder / "learner.json").write_text(json.dumps(content))
@@ -81,7 +85,8 @@ def load(learner: Learner, folder: Path) -> None:
             f"{folder}: no readable learner.json ({error}); expected a folder that Learner.save wrote"
         ) from error
     phase = content["phase"]
-    learner.begin_phase(schema.Optimizer.model_validate_json(json.dumps(phase["optimizer"])), phase["total_steps"])
+    optimizer = schema.Optimizer.model_validate_json(json.dumps(phase["optimizer"]))
+    learner.begin_phase(optimizer, phase["total_steps"], phase["epochs"])
     weights, moments = _Tensors(folder / "model", "*.safetensors"), _Tensors(folder, "optimizer-*.safetensors")
     for name, parameter in learner.policy.named_parameters():
         value = weights.get(name, full_shape(parameter))

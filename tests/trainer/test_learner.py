@@ -214,6 +214,28 @@ def test_the_reference_stays_while_the_policy_moves(recipe: Build) -> None:
     assert first["offpolicy/inner_step"] > 0
 
 
+def test_a_warm_start_needs_no_reference_and_one_pass(recipe: Build) -> None:
+    """The RL phase has a KL term and two epochs; the supervised batches before it have neither."""
+    learner = make(recipe(algo={"kl": {"coefficient": 0.5}, "epochs": 2}))
+    learner.begin_phase(schema.Optimizer(lr=1e-3), 10, epochs=1)
+    drawn = samples(rl=0.0, ce=1.0)
+    metrics = learner.train(batch_of([drawn]))
+    assert learner.adamw.steps == 1
+    assert metrics["time/train_tokens"] == Sum(sum(len(s.input_ids) for s in drawn))
+    assert "kl/ref" not in metrics
+
+
+def test_a_batch_without_any_weight_makes_no_step(recipe: Build) -> None:
+    """After a step Adam has momentum; a batch of stale tokens only must not let it move the weights."""
+    learner = make(recipe())
+    learner.train(batch_of([samples()]))
+    before = weights_of(learner)
+    metrics = learner.train(batch_of([samples(rl=0.0)]))
+    assert same(before, weights_of(learner))
+    assert learner.adamw.steps == 1
+    assert metrics == {"time/train_tokens": Sum(0)}
+
+
 def test_bfloat16_needs_a_zero_stage_with_float32_weights(recipe: Build, tiny: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.zero_stage: got 0 with model\.dtype bfloat16, expected 1, 2 or 3"):
         make(recipe(model={"path": str(tiny), "dtype": "bfloat16"}))
