@@ -1,7 +1,7 @@
 """The three faults of vLLM's CPU build, each shown with vLLM's own code and gone with ours.
 
-In one process apart, because vLLM's registries are global.  Where the first half of a test fails after an upgrade, vLLM has mended
-that fault, and its repair in rollout/worker.py can go.
+In one process apart, because vLLM's registries are global.  Where the first half of a test fails after an upgrade,
+vLLM has mended that fault, and its repair in rollout/worker.py can go.
 """
 
 import json
