@@ -101,7 +101,7 @@ def resume(
     """
     from slipstream.core.rundir import RunDirectory
 
-    with RunDirectory.open(path) as directory:
+    with RunDirectory.open(path, write=True) as directory:  # refused at once where the run is still being written
         found = directory.recipe(overrides or [])
         starts = [e for e in directory.read("events").records if e["kind"] == "start"]
     search_path = Path(starts[-1]["search_path"]) if starts else Path.cwd()

@@ -15,18 +15,32 @@ _DEAD = {
 
 def cause(problem: BaseException) -> BaseException:
     """The innermost exception that says what happened."""
+    return _layers(problem)[-1]
+
+
+def _layers(problem: BaseException) -> list[BaseException]:
+    layers = [problem]
     while True:
         if isinstance(problem, BaseExceptionGroup):
             problem = problem.exceptions[0]
         elif isinstance(problem, ray.exceptions.RayTaskError) and isinstance(problem.cause, BaseException):
             problem = problem.cause
         else:
-            return problem
+            return layers
+        layers.append(problem)
+
+
+def _notes(problem: BaseException) -> list[str]:
+    return [note for layer in _layers(problem) for note in getattr(layer, "__notes__", ())]
 
 
 def describe(problem: BaseException) -> str:
     """One failure in one line, with what a user can do where we know it."""
-    found = cause(problem)
+    notes = "".join(f" ({note})" for note in _notes(problem))
+    return _say(cause(problem)) + notes
+
+
+def _say(found: BaseException) -> str:
     if isinstance(found, ray.exceptions.RayActorError):
         return _obituary(" ".join(str(found).split()))
     return f"{type(found).__name__}: {found}"

@@ -171,9 +171,13 @@ async def save(controller: Controller) -> None:
     }
     controller.telemetry.event("checkpoint", batch=flow.learner.batch)  # here: groups may finish while the learner writes
     step, keep = flow.learner.batch, controller.recipe.checkpoint.keep
-    with write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep) as folder:
-        await controller.learners.save(str(folder / LEARNER))
-        (folder / FILE).write_text(json.dumps(state))
+    try:
+        with write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep) as folder:
+            await controller.learners.save(str(folder / LEARNER))
+            (folder / FILE).write_text(json.dumps(state))
+    except BaseException as problem:
+        problem.add_note(f"while the checkpoint of step {step} was written; those before it are as they were")
+        raise
 
 
 def encode_group(group: Group) -> dict[str, Any]:

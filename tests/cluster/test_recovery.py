@@ -292,7 +292,10 @@ def test_a_publication_that_fails_in_the_background_fails_the_run_at_once(run: R
 
 def test_the_cause_is_told_and_not_its_wrappings() -> None:
     inner = ValueError("the reason")
-    assert cause(BaseExceptionGroup("a", [BaseExceptionGroup("b", [inner]), KeyError("later")])) is inner
+    outer = BaseExceptionGroup("b", [inner])
+    outer.add_note("while it was late")
+    group = BaseExceptionGroup("a", [outer, KeyError("later")])
+    assert cause(group) is inner and describe(group) == "ValueError: the reason (while it was late)"
 
 
 def test_the_end_that_a_dead_controller_could_not_write(run: RunDirectory) -> None:
