@@ -102,6 +102,8 @@ class RunDirectory:
             self._streams[stream] = os.open(self.stream_file(stream), flags, 0o644)
         written = os.write(self._streams[stream], line)
         if written != len(line):
+            size = os.fstat(self._streams[stream]).st_size
+            os.ftruncate(self._streams[stream], size - written)  # half a line before the next record would damage the file
             raise OSError(f"{self.stream_file(stream)}: only {written} of {len(line)} bytes were written; is the disk full?")
 
     def read(self, stream: Stream) -> JsonLines:

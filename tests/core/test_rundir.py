@@ -123,3 +123,18 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_atomically(path, b"{}")
     assert json.loads(path.read_bytes()) == {"status": "completed"}
     assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_line_that_a_full_disk_cut_off_does_not_damage_the_next(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes ten bytes; then somebody makes room, and the run writes how it ended."""
+    with RunDirectory.create(tmp_path, recipe) as run:
+        run.append("events", {"kind": "start"})
+        write = os.write
+        monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+        with pytest.raises(OSError, match=r"only 10 of 18 bytes were written; is the disk full\?"):
+            run.append("events", {"kind": "ready"})
+        monkeypatch.undo()
+        run.append("events", {"kind": "end"})
+        assert run.read("events") == ([{"kind": "start"}, {"kind": "end"}], False)
