@@ -103,8 +103,7 @@ def resume(
 
     with RunDirectory.open(path, write=True) as directory:  # refused at once where the run is still being written
         found = directory.recipe(overrides or [])
-        starts = [e for e in directory.read("events").records if e["kind"] == "start"]
-    search_path = Path(starts[-1]["search_path"]) if starts else Path.cwd()
+        search_path = directory.search_path()
     _launch_and_tell(found, path, resume=True, search_path=search_path, quiet=quiet)
 
 

@@ -8,12 +8,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import ray
+
 from slipstream.cluster.actors import RunPlace
 from slipstream.cluster.evaluation import EvalResult, Evaluator
+from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
-from slipstream.cluster.launch import ray_session
+from slipstream.cluster.launch import RunFailed, ray_session
 from slipstream.cluster.recovery import held_out_tasks, last_checkpoint
+from slipstream.cluster.staging import staging
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.records import WeightVersion
 from slipstream.core.rundir import RunDirectory
@@ -23,7 +27,8 @@ from slipstream.trainer.checkpoint import export_model
 def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
     """Export the last checkpoint of ``path``, start engines on it, ask every held-out task once.
 
-    The result is also an ``eval`` event of the run.  Raises ValueError if there is no checkpoint or no held-out task.
+    The result is also an ``eval`` event of the run.  Raises ValueError if there is no checkpoint or no held-out task, RunFailed
+    if an engine fails.
     """
     with RunDirectory.open(path, write=True) as run, tempfile.TemporaryDirectory() as scratch:
         recipe = run.recipe(overrides)
@@ -34,10 +39,15 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
         export_model(checkpoint, model)
         tasks = held_out_tasks(recipe, model)
         telemetry = Telemetry(run, recipe.name, ())
-        fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{os.getpid()}", str(run.logs), str(Path.cwd())))
-        with ray_session(recipe):
+        fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{os.getpid()}", str(run.logs), str(run.search_path())))
+        with staging(fleet.place.run_id), ray_session(recipe):
             evaluator = Evaluator(recipe.monitor.eval, tasks, fleet, Flow(recipe.schedule, version), telemetry, lambda: None)
-            return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry))
+            try:
+                return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry))
+            except (ray.exceptions.RayError, TimeoutError) as failure:
+                if isinstance(cause(failure), ValueError):
+                    raise ValueError(str(cause(failure))) from failure
+                raise RunFailed(describe(failure)) from failure
 
 
 async def _evaluate(

@@ -88,6 +88,11 @@ class RunDirectory:
         """The run's recipe.  Raises RecipeError where a redacted secret is not given again as an override."""
         return load_recipe([self.recipe_file], overrides)
 
+    def search_path(self) -> Path:
+        """Where the run's own reward functions stand, as its last ``start`` event says."""
+        starts = [event for event in self.read("events").records if event.get("kind") == "start"]
+        return Path(starts[-1]["search_path"]) if starts else Path.cwd()
+
     def append(self, stream: Stream, record: Mapping[str, Any]) -> None:
         """Add one line by one write.  ``metrics`` need an integer ``step``, ``samples`` an integer ``batch``.
 
