@@ -152,13 +152,13 @@ class LearnerActor:
         from slipstream.trainer.distributed import join
         from slipstream.trainer.learner import Learner
 
-        join(rank, recipe.trainer.ranks, *address, timeout_s=recipe.cluster.start_timeout_s)
+        join(rank, recipe.trainer.ranks, *address, timeout_s=recipe.cluster.step_timeout_s)
         self._rank = rank
         self._bucket_bytes = int(recipe.trainer.bucket_mib * 2**20)
         self._learner = Learner(recipe, Path(model_path), rank, recipe.trainer.ranks)
 
-    def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
-        self._learner.begin_phase(optimizer, total_steps)
+    def begin_phase(self, optimizer: Optimizer, total_steps: int, epochs: int | None) -> None:
+        self._learner.begin_phase(optimizer, total_steps, epochs)
 
     def set_reference(self, path: str | None) -> None:
         self._learner.set_reference(Path(path) if path else None)

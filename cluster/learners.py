@@ -47,8 +47,9 @@ class LearnerGroup:
                 "see the logs of the learner, or whether the cluster has room for it"
             ) from None
 
-    async def begin_phase(self, optimizer: Optimizer, total_steps: int) -> None:
-        await self._all("begin_phase", optimizer, total_steps)
+    async def begin_phase(self, optimizer: Optimizer, total_steps: int, epochs: int | None = None) -> None:
+        """A fresh optimizer; ``epochs`` passes over each batch, those of the recipe where None."""
+        await self._all("begin_phase", optimizer, total_steps, epochs)
 
     async def set_reference(self, path: str | None) -> None:
         await self._all("set_reference", path)

@@ -38,7 +38,7 @@ class Imitation:
 
     async def warm_start(self, warm: WarmStart, version: WeightVersion) -> AsyncIterator[tuple[int, float]]:
         """Yields (step, loss) after every step.  The version stays: what comes out is what the engines start from."""
-        await self._learners.begin_phase(warm.optimizer, warm.steps * self._algo.inner_steps)
+        await self._learners.begin_phase(warm.optimizer, warm.steps * self._algo.minibatches, epochs=1)
         for step in range(1, warm.steps + 1):
             trained = await self.step(warm.batch_size, version)
             if trained is None:

@@ -183,7 +183,9 @@ class Trainer(Section):
 
     ranks: Positive = 1
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    max_tokens_per_microbatch: Positive = Field(8192, description="tokens of one packed row on one rank")
+    max_tokens_per_microbatch: Positive | None = Field(
+        None, description="tokens of one packed row on one rank; default: 8192 on GPU, 512 on CPU"
+    )
     optimizer: Optimizer = Field(default_factory=Optimizer)
     bucket_mib: Rate = Field(64.0, description="size of a weight bucket on its way to the engines")
 
@@ -261,6 +263,14 @@ class Recipe(Section):
             problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
         if algo.name == "sft" and algo.kl.coefficient:
             problems.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
+        if self.model.dtype == "bfloat16" and self.trainer.zero_stage == 0:
+            problems.append(
+                (
+                    "trainer.zero_stage",
+                    "got 0 with model.dtype bfloat16, expected 1, 2 or 3: only they keep float32 weights and accumulate in "
+                    "float32 (1 costs nothing, also on one rank)",
+                )
+            )
         limit = self.model.max_length
         if limit is not None and rollout.sampling.max_tokens >= limit and algo.name != "sft":
             problems.append(
