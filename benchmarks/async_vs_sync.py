@@ -4,7 +4,7 @@ The workload has responses with a long tail (longtail.yaml).  In the synchronous
 and the learner waits until the longest response is written.
 
 trained_tokens_ratio   trained tokens/s of the asynchronous arm divided by the synchronous one's, of the training alone
-accuracy_difference    final held-out accuracy, asynchronous minus synchronous (standard error of one: 0.03)
+accuracy_difference    final held-out accuracy, asynchronous minus synchronous (standard error of one: 0.015)
 idle_*                 share of the training in which the engine held no request, or the learner waited for groups
 
 One pair of runs per seed, from one warm start; which arm goes first alternates.
