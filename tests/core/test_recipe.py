@@ -115,9 +115,9 @@ def test_missing_sections_and_unusable_files(tmp_path: Path) -> None:
 def test_ten_lines_of_aliases_are_refused_instead_of_expanded(tmp_path: Path) -> None:
     bomb = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
     bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
-    start = time.monotonic()
+    start = time.process_time()
     assert "more than 20000 values" in problems(tmp_path, GOOD + bomb)[0]
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
