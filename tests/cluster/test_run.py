@@ -87,9 +87,8 @@ def test_the_audit_holds(pair: dict[str, Any], name: str) -> None:
 def test_the_ledger_adds_up(pair: dict[str, Any]) -> None:
     """9 steps of 6 groups of 6: 324 samples were in a batch, and nothing is left over at the end."""
     ledger = pair["free"].summary()["ledger"]
-    assert (
-        ledger["trained"] + ledger["stale"] >= STEPS * 36 and ledger["in_flight"] == ledger["ready"] == ledger["training"] == 0
-    )
+    assert ledger["trained"] + ledger["stale"] >= STEPS * 36
+    assert ledger["in_flight"] == ledger["ready"] == ledger["training"] == 0
     assert ledger["dispatched"] == sum(n for state, n in ledger.items() if state not in ("dispatched", "duplicates"))
     assert ledger["duplicates"] == 0 and len(samples_of(pair["free"].run)) == STEPS * 36
 
@@ -101,7 +100,7 @@ def test_rollouts_never_stop_for_the_weights(pair: dict[str, Any]) -> None:
     assert mixed, "no trained response has two versions"
     assert max(metric["staleness/token_max"] for metric in metrics_of(run)) >= 1
     evaluations = [event["step"] for event in pair["free"].events("eval")]
-    assert sorted(evaluations) == [0, 4, STEPS]
+    assert sorted(evaluations) == [0, 4, 8, STEPS]
     assert pair["free"].summary()["weights"]["publishes"] == STEPS + 1
 
 
