@@ -25,12 +25,12 @@ checkpoint: {every: 1, keep: 3}
 monitor: {eval: {size: 0}}
 """
 SCORES = '''
-def varied(completion_ids, **_):
-    """Differs between siblings, and moves the policy."""
-    return [sum(ids) % 11 / 10 for ids in completion_ids]
+from pathlib import Path
 
-def equal(completion_ids, **_):
-    return [0.5] * len(completion_ids)
+def varied(completion_ids, **_):
+    """Differs between siblings, and moves the policy; equal once the file `solved` stands beside this one."""
+    solved = Path(__file__).with_name("solved").exists()
+    return [0.5 if solved else sum(ids) % 11 / 10 for ids in completion_ids]
 
 def faulty(prompts, completion_ids, **_):
     if prompts[0][0] in "123":

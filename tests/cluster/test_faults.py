@@ -58,7 +58,7 @@ def test_ctrl_c_ends_the_step_and_keeps_a_checkpoint(interrupted: Any) -> None:
     newest = max(path.name for path in (interrupted.run / "checkpoints").glob("step-*"))
     commits = interrupted.events("commit")
     assert newest == f"step-{summary['version']:08d}" and commits[-1]["batch"] == summary["version"]
-    assert f"slipstream resume {interrupted.run}" in interrupted.output().replace("\n", "")
+    assert "slipstream resume runs/story\n" in interrupted.output()
     assert summary["staleness"]["trained_token_max"] <= 1 and summary["staleness"]["masked_frac"] == 0.0, "drop masks nothing"
     assert_clean(interrupted)
 
@@ -67,7 +67,7 @@ def test_ctrl_c_ends_the_step_and_keeps_a_checkpoint(interrupted: Any) -> None:
     ("role", "named"),
     [
         ("engine", r"an engine's process \d+ died"),
-        ("engine core", "vLLM's engine core has died"),
+        ("engine core", "vLLM's engine core has died|EngineDeadError"),
         ("learner", r"the learner's process \d+ died"),
         ("controller", r"the controller's process \d+ died"),
     ],
@@ -87,10 +87,10 @@ def test_a_death_in_the_middle_of_the_training(resume: Callable[..., Any], role:
     assert_clean(command)
 
 
-def test_the_driver_dies(resume: Callable[..., Any], start: Start) -> None:
+def test_the_driver_dies(start: Start) -> None:
     """Nothing of ours outlives it; what it staged is removed by the next run on the machine."""
-    command = resume("schedule.on_stale=wait")
-    command.until_commits(2)
+    command = start("waiting", FOREVER, "schedule.max_staleness=1", "schedule.on_stale=wait")
+    command.until_commits(4)
     os.kill(command.pid, signal.SIGKILL)
     command.wait()
     assert command.survivors(30.0, but=RAYS_OWN_AGENTS) == []
@@ -98,20 +98,24 @@ def test_the_driver_dies(resume: Callable[..., Any], start: Start) -> None:
         assert command.staged() == []
     report = audit(command.run)
     assert report.ok, report.problems
-    lines = [metric for metric in read_jsonl(command.run / "metrics.jsonl").records if metric["step"] > 3]
-    assert lines and all(metric["staleness/masked_frac"] == 0.0 for metric in lines), "neither drop nor wait masks a token"
+    lines = read_jsonl(command.run / "metrics.jsonl").records
+    assert len(lines) >= 3 and all(metric["staleness/token_max"] <= 1 for metric in lines), "the learner waits, none is masked"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_equal_rewards_end_the_run(resume: Callable[..., Any]) -> None:
-    command = resume("reward.parts=[{function: 'scores:equal'}]", "schedule.max_idle_groups=10")
-    newest, older = sorted((command.run / "checkpoints").glob("step-*"), reverse=True)[:2]
+def test_a_damaged_checkpoint_is_passed_over_and_equal_rewards_end_the_run(
+    interrupted: Any, resume: Callable[..., Any], workshop: Path
+) -> None:
+    newest, older = sorted((interrupted.run / "checkpoints").glob("step-*"), reverse=True)[:2]
     weights = max((newest / "learner" / "model").glob("*.safetensors"))
     with weights.open("rb+") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
+    (workshop / "solved").touch()
+    command = resume("schedule.max_idle_groups=10")
     assert command.wait() == 1
+    (workshop / "solved").unlink()
     (warning,) = command.news("warning")
     assert f"{newest.name} is damaged: learner/model/{weights.name}: SHA-256" in warning["message"]
     assert command.news("start")[0]["resumed_from"] == int(older.name.removeprefix("step-"))
