@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -143,9 +142,9 @@ class LearnerActor:
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 will listen: this node's address and a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        from slipstream.trainer.distributed import free_port
+
+        return ray.util.get_node_ip_address(), free_port()
 
     def start(self, recipe: Recipe, model_path: str, rank: int, place: RunPlace, address: tuple[str, int]) -> None:
         redirect_output(Path(place.logs) / f"learner-{rank}.log")
@@ -202,8 +201,8 @@ class LearnerActor:
     def save(self, folder: str) -> None:
         self._learner.save(Path(folder))
 
-    def load(self, folder: str) -> None:
-        self._learner.load(Path(folder))
+    def load(self, folder: str, total_steps: int) -> None:
+        self._learner.load(Path(folder), total_steps)
 
     def pid(self) -> int:
         return os.getpid()

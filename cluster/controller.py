@@ -19,6 +19,7 @@ learner waits for groups that hold slots, of which there are at least G.  At ``m
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import time
 from typing import Any
@@ -71,6 +72,7 @@ class Controller:
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
         self.places: dict[str, tuple[int, int]] = {}
+        self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()
         self._idle_groups = 0
         self._attempt: asyncio.Task[None] | None = None
@@ -149,9 +151,11 @@ class Controller:
                     self.telemetry.event("warm_start", step=step, loss=loss)
         await self.learners.begin_phase(recipe.trainer.optimizer, recipe.schedule.steps * recipe.algo.inner_steps)
         if saved is not None:
-            await self.learners.load(str(saved / recovery.LEARNER))
+            await self.learners.load(str(saved / recovery.LEARNER), recipe.schedule.steps * recipe.algo.inner_steps)
         elif recipe.algo.kl.coefficient:
             await self.learners.set_reference(self.parts.reference_path)
+        if saved is None and recipe.warm_start is not None:
+            await recovery.save(self)
         self.pulse.beat()
 
     async def _imitate(self) -> None:
@@ -178,9 +182,9 @@ class Controller:
 
     async def _dispatch(self, loops: asyncio.TaskGroup) -> None:
         """Fill free slots with the next tasks, no further than the remaining steps need; interrupted tasks come first."""
-        for place in self.parts.in_flight:
-            await self.pulse.until(lambda: True if self.flow.free > 0 else None)  # a resume may have lowered the bound
-            self._lease(loops, self.cursor.at(*place), again=True)
+        while self.interrupted:
+            await self.pulse.until(lambda: True if self.flow.free > 0 else None)
+            self._lease(loops, self.cursor.at(*self.interrupted.popleft()), again=True)
         while True:
             await self.pulse.until(lambda: True if self._room() > 0 else None)
             entry = self.cursor.next()
@@ -265,7 +269,8 @@ class Controller:
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()
             version = self.flow.commit()
-            self.telemetry.samples(assembled.records)
+            if self.recipe.monitor.samples:
+                await asyncio.to_thread(self.telemetry.samples, assembled.records)
             self.telemetry.event("commit", batch=version.batch, version=str(version), groups=[g.task.id for g in groups])
             times: Metrics = {"time/step": Mean(now - started), "time/wait": Mean(waited), "time/train": Mean(now - training)}
             await self._committed(version, waited, {**assembled.metrics, **metrics, **queued, **times})
@@ -305,7 +310,7 @@ class Controller:
         if self.flow.on_stale == "drop":
             oldest = max(self.flow.learner.batch - self.flow.bound, 0)
             await self.fleet.abort_before(WeightVersion(version.attempt, oldest))
-        if self.evaluator.due(version.batch) and version.batch < self.recipe.schedule.steps:
+        if self.evaluator.due(version.batch) and self.parts.version.batch < version.batch < self.recipe.schedule.steps:
             self.evaluator.start(version.batch, self._loops)
 
     # ---- stopping and showing

@@ -33,19 +33,26 @@ class Cursor:
             try:
                 return self.at(self.epoch, self.position - 1)
             except PromptTooLong:
-                self.skipped += 1
+                self.skip()
         raise ValueError(
             f"data: not one of {len(self._source)} prompts fits; raise data.max_prompt_tokens or model.max_length, "
             "or lower rollout.sampling.max_tokens"
         )
 
+    def skip(self) -> None:
+        """Count a task that ``next`` gave, or would have given, as too long."""
+        self.skipped += 1
+
     def first(self) -> Task:
         """The first task, whatever its length: what the reward functions are checked against."""
-        return self._source.task(0, 0)
+        return self.task(0, 0)
+
+    def task(self, epoch: int, position: int) -> Task:
+        return self._source.task(epoch, position)
 
     def at(self, epoch: int, position: int) -> Encoded:
         """A given task again, for a retry.  Raises PromptTooLong."""
-        task = self._source.task(epoch, position)
+        task = self.task(epoch, position)
         return task, self._encoder.encode(task)
 
     def all(self) -> list[Encoded]:
@@ -55,5 +62,5 @@ class Cursor:
             try:
                 found.append(self.at(0, position))
             except PromptTooLong:
-                self.skipped += 1
+                self.skip()
         return found

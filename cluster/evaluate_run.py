@@ -16,7 +16,7 @@ from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.launch import RunFailed, ray_session
-from slipstream.cluster.recovery import held_out_tasks, last_checkpoint
+from slipstream.cluster.recovery import held_out_tasks, last_checkpoint, require_same
 from slipstream.cluster.staging import staging
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.records import WeightVersion
@@ -35,9 +35,12 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
         if not recipe.monitor.eval.size:
             raise ValueError("monitor.eval.size: got 0, expected a number of tasks; give monitor.eval.size=256")
         checkpoint, version = last_checkpoint(run)
+        require_same(recipe, checkpoint, ("data.", "monitor.eval."))  # or held-out rows would be rows that were trained on
         model = Path(scratch) / "model"
         export_model(checkpoint, model)
         tasks = held_out_tasks(recipe, model)
+        if not tasks:
+            raise ValueError("monitor.eval: not one held-out prompt fits; raise model.max_length or data.max_prompt_tokens")
         telemetry = Telemetry(run, recipe.name, ())
         fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{os.getpid()}", str(run.logs), str(run.search_path())))
         with staging(fleet.place.run_id), ray_session(recipe):

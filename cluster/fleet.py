@@ -112,5 +112,14 @@ def gpus_wanted(recipe: Recipe) -> int:
 
 
 def gpu_share(recipe: Recipe) -> float:
-    """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few."""
-    return min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
+    """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few.
+
+    Raises ValueError where workers of one engine would have to share a GPU.
+    """
+    share = min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
+    if 0.0 < share < 1.0 and recipe.rollout.tensor_parallel > 1:
+        raise ValueError(
+            f"rollout.tensor_parallel: got {recipe.rollout.tensor_parallel}, but there are too few GPUs for one each "
+            f"({gpus_wanted(recipe)} wanted); lower it, rollout.engines or trainer.ranks"
+        )
+    return share

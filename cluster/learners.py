@@ -61,15 +61,26 @@ class LearnerGroup:
     async def reference_logprobs(self, samples: list[TrainSample]) -> list[list[float]]:
         return (await self._all("reference_logprobs", ray.put(samples)))[0]
 
-    async def buckets(self) -> AsyncIterator[Any]:
-        """References to (bucket, bytes, checksum), as rank 0 gathers them; two wait in the object store at most."""
+    def export(self) -> list[Any]:
+        """Submit a publication to every rank: it holds the weights as of the calls before it.  For ``buckets``."""
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
-        streams = [rank.publish.options(**options).remote() for rank in self.ranks]
-        async for reference in streams[0]:
+        return [rank.publish.options(**options).remote() for rank in self.ranks]
+
+    async def buckets(self, exported: list[Any]) -> AsyncIterator[Any]:
+        """References to (bucket, bytes, checksum), as rank 0 gathers them; two wait in the object store at most."""
+        while (reference := await self._next_bucket(exported[0])) is not None:
             yield reference
-        for stream in streams[1:]:
-            async for _ in stream:
-                raise AssertionError("a rank other than 0 published weights")
+        for stream in exported[1:]:
+            assert await self._next_bucket(stream) is None, "a rank other than 0 published weights"
+
+    async def _next_bucket(self, stream: Any) -> Any | None:
+        timeout = self.recipe.cluster.step_timeout_s
+        try:
+            return await asyncio.wait_for(anext(stream), timeout)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError:
+            raise TimeoutError(f"learner: no bucket of weights within cluster.step_timeout_s = {timeout} s") from None
 
     async def address(self) -> tuple[str, int]:
         """A free port on rank 0's node."""
@@ -82,12 +93,9 @@ class LearnerGroup:
     async def engine_specs(self) -> list[TensorSpec]:
         return await self.ranks[0].engine_specs.remote()
 
-    async def nccl_broadcast(self) -> None:
-        await self._all("nccl_broadcast")
-
-    async def ipc_export(self) -> list[list[Any]]:
-        """CUDA handles of rank 0's weights in the order of ``engine_specs``, valid until ``ipc_release``."""
-        return (await self._all("ipc_export"))[0]
+    def submit(self, method: str) -> list[Any]:
+        """Call ``method`` of every rank without waiting: it sees the learner as the calls before it left it."""
+        return [getattr(rank, method).remote() for rank in self.ranks]
 
     async def ipc_release(self) -> None:
         await self._all("ipc_release")
@@ -95,8 +103,9 @@ class LearnerGroup:
     async def save(self, folder: str) -> None:
         await self._all("save", folder)
 
-    async def load(self, folder: str) -> None:
-        await self._all("load", folder)
+    async def load(self, folder: str, total_steps: int) -> None:
+        """Go on from a checkpoint, with a schedule that now ends at ``total_steps`` optimizer steps."""
+        await self._all("load", folder, total_steps)
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]

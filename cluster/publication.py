@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.telemetry import Telemetry
@@ -31,8 +32,19 @@ class Publisher:
         self.count = 0
 
     async def publish(self, version: WeightVersion) -> None:
-        """Gather, stage, commit on every engine; returns when all of them generate with ``version``."""
-        publication = await self._transport.publish(version)
+        """Put the learner's weights of now into every engine, as ``version``."""
+        await self._send(version, self._transport.export())
+
+    async def start(self, version: WeightVersion, loops: asyncio.TaskGroup) -> None:
+        """``publish`` in the background, once the publication before it has ended; its failure is at once that of ``loops``.
+
+        When this returns, the learner has been asked: a step that is submitted later cannot get in before the export.
+        """
+        await self.finish()
+        self._running = loops.create_task(self._send(version, self._transport.export()))
+
+    async def _send(self, version: WeightVersion, exported: Any) -> None:
+        publication = await self._transport.send(version, exported)
         self._last = publication
         self.count += 1
         self._flow.confirm(version)
@@ -45,11 +57,6 @@ class Publisher:
             staged_tokens=publication.staged_tokens,
         )
         await self._confirmed(version)
-
-    async def start(self, version: WeightVersion, loops: asyncio.TaskGroup) -> None:
-        """Begin in the background, once the publication before it has ended; its failure is at once that of ``loops``."""
-        await self.finish()
-        self._running = loops.create_task(self.publish(version))
 
     async def finish(self) -> None:
         """Wait for the publication under way.  Raises what made it fail."""

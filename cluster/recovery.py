@@ -6,23 +6,28 @@ under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import Encoded, EvalResult
 from slipstream.cluster.ledger import Ledger
+from slipstream.core.recipe import dump_recipe
 from slipstream.core.records import Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
 from slipstream.rollout.environment import PromptEncoder
-from slipstream.rollout.tasks import open_source
+from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
 from slipstream.trainer.model import context_length, load_tokenizer, resolve_model
 
@@ -77,7 +82,8 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
     """The same parts as the last checkpoint knew them, under the next attempt; records of lost batches are removed."""
     saved, version = last_checkpoint(run)
     state = json.loads((saved / FILE).read_text())
-    _require_same(recipe, state["fixed"])
+    require_same(recipe, saved)
+    run.write_recipe(recipe)
     events = run.read("events").records
     attempts = [version.attempt, *(e["attempt"] for e in events if e["kind"] == "start")]
     parts.cursor.epoch, parts.cursor.position, parts.cursor.skipped = state["cursor"]
@@ -87,7 +93,7 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
         version=WeightVersion(max(attempts) + 1, version.batch),
         ledger=Ledger.restore(state["ledger"]),
         saved=saved,
-        ready=tuple(decode_group(group) for group in state["ready"]),
+        ready=tuple(decode_group(group, parts.cursor.task) for group in state["ready"]),
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
         history=run.read("metrics").records,
         evaluations=[EvalResult.of(e) for e in events if e["kind"] == "eval" and e["step"] <= version.batch],
@@ -102,24 +108,41 @@ def _reference(recipe: Recipe) -> str | None:
     return str(resolve_model(other, recipe.seed, CACHE))
 
 
+_MAY_CHANGE = (
+    "schedule.steps", "schedule.max_idle_groups", "data.epochs", "checkpoint.", "monitor.", "cluster.",
+    "rollout.engines", "rollout.max_num_seqs", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization",
+    "rollout.tensor_parallel", "rollout.enforce_eager", "rollout.prefix_caching", "reward.timeout_s", "reward.workers",
+    "trainer.ranks", "trainer.zero_stage", "trainer.max_tokens_per_microbatch", "trainer.bucket_mib",
+)  # fmt: skip
+"""Keys (and sections) that an override of ``resume`` may touch: how far and where a run goes, not what it learns."""
+_HELD_OUT = ("monitor.eval.source", "monitor.eval.options", "monitor.eval.size")
+"""Which rows of a file are held out of training, so that a file's tasks would be others after a change of these."""
+
+
 def _fixed(recipe: Recipe) -> dict[str, Any]:
-    """What a resume cannot change: tasks and samples of before and after would no longer fit together."""
-    data, schedule = recipe.data, recipe.schedule
-    return {
-        "seed": recipe.seed,
-        "model.path": recipe.model.path,
-        "data.source": data.source,
-        "data.options": data.options,
-        "data.shuffle": data.shuffle,
-        "schedule.group_size": schedule.group_size,
-    }
+    """Every key that a resume cannot change, with secrets redacted."""
+    leaves = _leaves(yaml.safe_load(dump_recipe(recipe)), "")
+    held_out = _HELD_OUT if is_file(recipe.data.source) else ()
+    return {key: value for key, value in leaves.items() if key.startswith(held_out) or not key.startswith(_MAY_CHANGE)}
 
 
-def _require_same(recipe: Recipe, saved: Mapping[str, Any]) -> None:
-    wanted = _fixed(recipe)
-    changed = [f"{key}: got {wanted[key]}, expected {saved[key]}" for key in wanted if wanted[key] != saved[key]]
+def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
+
+
+def require_same(recipe: Recipe, checkpoint: Path, sections: tuple[str, ...] = ("",)) -> None:
+    """Raise ValueError if, within ``sections``, the recipe differs from the checkpoint's in what may not change any more."""
+    wanted, saved = _fixed(recipe), json.loads((checkpoint / FILE).read_text())["fixed"]
+    changed = [
+        f"{key}: got {wanted.get(key)}, expected {saved.get(key)}"
+        for key in sorted({*wanted, *saved})
+        if key.startswith(sections) and wanted.get(key) != saved.get(key)
+    ]
     if changed:
-        raise ValueError("\n".join([*changed, "a resumed run goes on with these as they were; start a new run to change them"]))
+        raise ValueError("\n".join([*changed, "these stay as they were when the run began; start a new run to change them"]))
 
 
 def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
@@ -167,23 +190,41 @@ async def save(controller: Controller) -> None:
         "ledger": flow.ledger.as_dict(),
         "cursor": [cursor.epoch, cursor.position, cursor.skipped],
         "ready": [encode_group(group) for group, _ in flow.ready.values()],
-        "in_flight": [controller.places[group_id] for group_id in flow.in_flight],
+        "in_flight": [*(controller.places[group_id] for group_id in flow.in_flight), *controller.interrupted],
     }
     controller.telemetry.event("checkpoint", batch=flow.learner.batch)  # here: groups may finish while the learner writes
     step, keep = flow.learner.batch, controller.recipe.checkpoint.keep
     try:
-        with write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep) as folder:
+        # Hashing and flushing gigabytes takes a while: on a thread, so that groups and the watch go on.
+        async with _on_a_thread(write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep)) as folder:
             await controller.learners.save(str(folder / LEARNER))
+            if not (folder / LEARNER / "learner.json").exists():
+                raise ValueError(
+                    f"{folder}: the learner wrote its part on another node; keep runs on a disk that all nodes share"
+                )
             (folder / FILE).write_text(json.dumps(state))
     except BaseException as problem:
         problem.add_note(f"while the checkpoint of step {step} was written; those before it are as they were")
         raise
 
 
+@asynccontextmanager
+async def _on_a_thread(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
+    """A context manager whose beginning and end would block the event loop."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    except BaseException as problem:
+        if not await asyncio.to_thread(manager.__exit__, type(problem), problem, problem.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
 def encode_group(group: Group) -> dict[str, Any]:
-    """A group as plain JSON; versions as spans."""
+    """A group as plain JSON: the place of its task, which the source gives again, and versions as spans."""
     return {
-        "task": asdict(group.task),
+        "place": [group.task.epoch, group.task.position],
         "dispatched": str(group.dispatched),
         "trajectories": [
             {
@@ -200,13 +241,10 @@ _PLAIN = ("sample_id", "prompt_ids", "token_ids", "loss_mask", "behaviour_logpro
 _TUPLES = ("prompt_ids", "token_ids", "loss_mask", "behaviour_logprobs")
 
 
-def decode_group(plain: Mapping[str, Any]) -> Group:
-    """The inverse of ``encode_group``."""
-    task = dict(plain["task"])
-    if isinstance(task["prompt"], list):
-        task["prompt"] = tuple(task["prompt"])
+def decode_group(plain: Mapping[str, Any], task_at: Callable[[int, int], Task]) -> Group:
+    """The inverse of ``encode_group``; ``task_at`` gives the task of an epoch and position."""
     return Group(
-        task=Task(**task),
+        task=task_at(*plain["place"]),
         dispatched=WeightVersion.parse(plain["dispatched"]),
         trajectories=tuple(_decode_trajectory(t) for t in plain["trajectories"]),
     )

@@ -10,7 +10,7 @@ from slipstream.cluster.learners import LearnerGroup
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe, WarmStart
-from slipstream.rollout.environment import PromptEncoder
+from slipstream.rollout.environment import PromptEncoder, PromptTooLong
 
 
 class Imitation:
@@ -28,13 +28,17 @@ class Imitation:
 
         Raises ValueError if a task has no demonstration.
         """
-        entries = [entry for entry in (self._cursor.next() for _ in range(count)) if entry is not None]
-        if not entries:
+        demonstrations: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        while len(demonstrations) < count and (entry := self._cursor.next()) is not None:
+            try:
+                demonstrations.append((entry[0].id, *self._encoder.demonstration(entry[0])))
+            except PromptTooLong:
+                self._cursor.skip()
+        if not demonstrations:
             return None
-        demonstrations = [(task.id, *self._encoder.demonstration(task)) for task, _ in entries]
         metrics = await self._learners.train(assemble_demonstrations(demonstrations, version, self._algo.minibatches))
         self.steps += 1
-        return len(entries), metrics
+        return len(demonstrations), metrics
 
     async def warm_start(self, warm: WarmStart, version: WeightVersion) -> AsyncIterator[tuple[int, float]]:
         """Yields (step, loss) after every step.  The version stays: what comes out is what the engines start from."""

@@ -78,7 +78,7 @@ class Telemetry:
         evaluations: Sequence[EvalResult] = (),
     ) -> None:
         self._run = run
-        self._sinks = open_sinks(sinks, run, run_name)
+        self._sinks = open_sinks(["jsonl", *sinks], run, run_name)
         self._totals: Metrics = {}
         self.sink_failures = 0
         self.evaluations = list(evaluations)

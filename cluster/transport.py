@@ -13,6 +13,7 @@ from slipstream.cluster.fleet import Fleet, gpus_wanted
 from slipstream.cluster.learners import LearnerGroup
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
+from slipstream.core.weights import TensorSpec
 from slipstream.rollout.weights import TransportName, choose_transport, ipc_update, mapped_update, nccl_update
 
 
@@ -36,7 +37,13 @@ class Transport(Protocol):
         """Once, when engines and learner are up."""
         ...
 
-    async def publish(self, version: WeightVersion) -> Publication: ...
+    def export(self) -> Any:
+        """Ask the learner for its weights as they are now.  Submits at once: nothing may come between a commit and this."""
+        ...
+
+    async def send(self, version: WeightVersion, exported: Any) -> Publication:
+        """Bring what ``export`` asked for into every engine, as ``version``."""
+        ...
 
 
 def transport_name(recipe: Recipe) -> TransportName:
@@ -45,87 +52,95 @@ def transport_name(recipe: Recipe) -> TransportName:
 
 
 def open_transport(name: TransportName, fleet: Fleet, learners: LearnerGroup, timeout_s: float) -> Transport:
-    """``timeout_s`` bounds every step of a publication."""
+    """The transport of that name between these ends."""
     kinds: dict[str, type[Mapped] | type[Nccl] | type[PlainIpc]] = {"mapped": Mapped, "nccl": Nccl, "plain_ipc": PlainIpc}
     return kinds[name](fleet, learners, timeout_s)
 
 
-class Mapped:
-    """Through Ray's object store into each node's shared memory, while the engines generate; then a short commit."""
+@dataclass(slots=True)
+class Ends:
+    """What every transport joins; ``timeout_s`` bounds each of its waits."""
 
-    def __init__(self, fleet: Fleet, learners: LearnerGroup, timeout_s: float) -> None:
-        self._fleet = fleet
-        self._learners = learners
-        self._timeout_s = timeout_s
+    fleet: Fleet
+    learners: LearnerGroup
+    timeout_s: float
 
     async def connect(self) -> None:
         pass
 
-    async def publish(self, version: WeightVersion) -> Publication:
+
+class Mapped(Ends):
+    """Through Ray's object store into each node's shared memory, while the engines generate; then a short commit."""
+
+    def export(self) -> Any:
+        return self.learners.export()
+
+    async def send(self, version: WeightVersion, exported: Any) -> Publication:
         start = time.perf_counter()
         label, nbytes, count = str(version), 0, 0
-        hosts = self._fleet.hosts()
-        before = await self._fleet.sampled_tokens()
-        async for reference in self._learners.buckets():
+        hosts = self.fleet.hosts()
+        before = await self.fleet.sampled_tokens()
+        async for reference in self.learners.buckets(exported):
             bucket, data, crc32 = await reference
             staging = (host.actor.stage.remote(label, bucket, data, crc32) for host in hosts)
-            await asyncio.wait_for(asyncio.gather(*staging), self._timeout_s)
+            await asyncio.wait_for(asyncio.gather(*staging), self.timeout_s)
             nbytes += bucket.nbytes
             count += 1
         staged = await asyncio.gather(*(host.actor.complete.remote(label, count) for host in hosts))
-        staged_tokens = await self._fleet.sampled_tokens() - before
+        staged_tokens = await self.fleet.sampled_tokens() - before
         updates = {host.node: mapped_update(s) for host, s in zip(hosts, staged, strict=True)}
-        pause_s = await asyncio.wait_for(self._fleet.commit(version, lambda m: updates[m.node]), self._timeout_s)
+        pause_s = await asyncio.wait_for(self.fleet.commit(version, lambda m: updates[m.node]), self.timeout_s)
         await asyncio.gather(*(host.actor.discard.remote(label) for host in hosts))
         return Publication(version, nbytes, time.perf_counter() - start, pause_s, staged_tokens)
 
 
-class Nccl:
+class Nccl(Ends):
     """vLLM's packed NCCL broadcast from rank 0; the engines pause for the whole transfer."""
 
-    def __init__(self, fleet: Fleet, learners: LearnerGroup, timeout_s: float) -> None:
-        self._fleet = fleet
-        self._learners = learners
-        self._timeout_s = timeout_s
+    specs: list[TensorSpec]
 
     async def connect(self) -> None:
         """Rank 0 of the group is the learner's; engine i brings its workers from rank 1 + i · tensor_parallel on."""
-        workers = self._fleet.recipe.rollout.tensor_parallel
-        address = await self._learners.address()
+        self.specs = await self.learners.engine_specs()
+        workers = self.fleet.recipe.rollout.tensor_parallel
+        address = await self.learners.address()
         info: dict[str, Any] = {
             "master_address": address[0],
             "master_port": address[1],
-            "world_size": 1 + workers * len(self._fleet.members),
+            "world_size": 1 + workers * len(self.fleet.members),
             "packed": True,
         }
-        meeting = [m.actor.connect.remote({**info, "rank_offset": 1 + m.index * workers}) for m in self._fleet.members]
-        both = asyncio.gather(self._learners.nccl_connect(address, info["world_size"]), *meeting)
-        await asyncio.wait_for(both, self._timeout_s)
+        meeting = [m.actor.connect.remote({**info, "rank_offset": 1 + m.index * workers}) for m in self.fleet.members]
+        both = asyncio.gather(self.learners.nccl_connect(address, info["world_size"]), *meeting)
+        await asyncio.wait_for(both, self.timeout_s)
 
-    async def publish(self, version: WeightVersion) -> Publication:
+    def export(self) -> Any:
+        """The broadcast begins when the engines have paused for it; until then the learner waits."""
+        return self.learners.submit("nccl_broadcast")
+
+    async def send(self, version: WeightVersion, exported: Any) -> Publication:
         start = time.perf_counter()
-        specs = await self._learners.engine_specs()
-        update = nccl_update(specs)
-        both = asyncio.gather(self._fleet.commit(version, lambda _: update), self._learners.nccl_broadcast())
-        pause_s, _ = await asyncio.wait_for(both, self._timeout_s)
-        return Publication(version, sum(s.nbytes for s in specs), time.perf_counter() - start, pause_s, 0)
+        update = nccl_update(self.specs)
+        both = asyncio.gather(self.fleet.commit(version, lambda _: update), *exported)
+        pause_s, *_ = await asyncio.wait_for(both, self.timeout_s)
+        return Publication(version, sum(s.nbytes for s in self.specs), time.perf_counter() - start, pause_s, 0)
 
 
-class PlainIpc:
-    """The engines copy out of the learner's memory on the GPU that they share."""
+class PlainIpc(Ends):
+    """The engines copy out of a copy of the learner's weights on the GPU that they share."""
 
-    def __init__(self, fleet: Fleet, learners: LearnerGroup, timeout_s: float) -> None:
-        self._fleet = fleet
-        self._learners = learners
-        self._timeout_s = timeout_s
+    specs: list[TensorSpec]
 
     async def connect(self) -> None:
-        pass
+        self.specs = await self.learners.engine_specs()
 
-    async def publish(self, version: WeightVersion) -> Publication:
+    def export(self) -> Any:
+        return self.learners.submit("ipc_export")
+
+    async def send(self, version: WeightVersion, exported: Any) -> Publication:
         start = time.perf_counter()
-        specs = await self._learners.engine_specs()
-        update = ipc_update([s.name for s in specs], await self._learners.ipc_export())
-        pause_s = await asyncio.wait_for(self._fleet.commit(version, lambda _: update), self._timeout_s)
-        await self._learners.ipc_release()
-        return Publication(version, sum(s.nbytes for s in specs), time.perf_counter() - start, pause_s, 0)
+        handles, *_ = await asyncio.wait_for(asyncio.gather(*exported), self.timeout_s)
+        update = ipc_update([s.name for s in self.specs], handles)
+        pause_s = await asyncio.wait_for(self.fleet.commit(version, lambda _: update), self.timeout_s)
+        await self.learners.ipc_release()
+        return Publication(version, sum(s.nbytes for s in self.specs), time.perf_counter() - start, pause_s, 0)

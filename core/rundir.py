@@ -60,7 +60,7 @@ class RunDirectory:
         run = cls(path, _lock(path))
         for folder in (run.checkpoints, run.logs):
             folder.mkdir()
-        write_atomically(run.recipe_file, dump_recipe(recipe).encode())
+        run.write_recipe(recipe)
         return run
 
     @classmethod
@@ -83,6 +83,10 @@ class RunDirectory:
 
     def stream_file(self, stream: Stream) -> Path:
         return self.path / f"{stream}.jsonl"
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """``recipe.yaml``, resolved and redacted: at the start, and with what a resume has changed."""
+        write_atomically(self.recipe_file, dump_recipe(recipe).encode())
 
     def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
         """The run's recipe.  Raises RecipeError where a redacted secret is not given again as an override."""

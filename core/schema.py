@@ -30,15 +30,11 @@ class Model(Section):
     reference: str | None = Field(None, description="KL reference; default: the policy as it is before its first RL step")
     gradient_checkpointing: bool = False
     lora: dict[str, Any] | None = Field(None, description="not built yet; refused")
-    allow_remote_code: bool = Field(False, description="run Python that ships with the model; needs `revision`")
-    revision: str | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> Model:
         if self.lora is not None:
             raise ValueError("lora: adapters are not built yet; remove the key to train all weights")
-        if self.allow_remote_code and not self.revision:
-            raise ValueError("allow_remote_code: needs a pinned `revision`, so that the code cannot change under you")
         return self
 
 
@@ -191,7 +187,9 @@ class Trainer(Section):
 
 
 class Checkpoint(Section):
-    every: Positive | None = Field(None, description="steps between checkpoints; the last step is always kept")
+    every: Positive | None = Field(
+        50, description="steps between checkpoints; after a warm start and the last step in any case"
+    )
     keep: Positive = 2
 
 
@@ -207,7 +205,7 @@ class Evaluation(Section):
 
 class Monitor(Section):
     eval: Evaluation = Field(default_factory=Evaluation)
-    sinks: list[Literal["jsonl", "ray"]] = Field(default_factory=lambda: ["jsonl"])  # type: ignore[arg-type]
+    sinks: list[Literal["ray"]] = Field(default_factory=list, description="where metrics go besides metrics.jsonl")
     samples: bool = Field(True, description="write every trained sample to samples.jsonl (the audit needs it)")
 
 

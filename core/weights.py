@@ -70,21 +70,6 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucke
     return buckets
 
 
-@dataclass(frozen=True, slots=True)
-class WeightManifest:
-    """The buckets of one publication, each with the CRC-32 of its bytes, so a torn or swapped bucket is found before loading.
-
-    ``crc32`` is 0 until the bucket's bytes are known.  Manifests of two versions of one model differ in checksums only.
-    """
-
-    version: str
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self.buckets)
-
-
 def checksum(data: Any) -> int:
     """CRC-32 of a contiguous buffer (1 GB/s and more): guards against torn and swapped buckets, not against an adversary."""
     return crc32(memoryview(data).cast("B"))

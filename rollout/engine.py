@@ -236,7 +236,6 @@ def engine_args(
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=model.dtype,
-        trust_remote_code=model.allow_remote_code,
         max_model_len=max_length,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel,

@@ -178,6 +178,7 @@ class PromptEncoder:
         self._chat = chat
         self.tokenizer = tokenizer
         self._system_prompt = system_prompt
+        self._max_length = max_length
         limits = []
         if max_prompt_tokens is not None:
             limits.append((max_prompt_tokens, "data.max_prompt_tokens"))
@@ -221,8 +222,12 @@ class PromptEncoder:
             )
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, so a demonstration cannot end; set eos_token in its files")
-        completion = self.tokenizer(task.completion, add_special_tokens=False).input_ids
-        return self.encode(task), (*completion, self.tokenizer.eos_token_id)
+        completion = (*self.tokenizer(task.completion, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id)
+        prompt = self.encode(task)
+        if self._max_length is not None and len(prompt) + len(completion) > self._max_length:
+            length = len(prompt) + len(completion)
+            raise PromptTooLong(f"task {task.id}", length, self._max_length, "with its demonstration, by model.max_length")
+        return prompt, completion
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text that graders see: without special tokens, otherwise exactly what the ids spell."""

@@ -120,7 +120,7 @@ def main() -> None:
     if setup is None:
         return
     if setup["search_path"]:
-        sys.path.insert(0, setup["search_path"])
+        sys.path.append(setup["search_path"])  # last: a random.py beside a recipe must not shadow the standard library
     try:
         functions = {name: resolve(name, options) for name, options in setup["graders"]}
     except ValueError as error:

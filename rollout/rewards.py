@@ -178,5 +178,7 @@ def _check(function: str, scores: Sequence[float | None], size: int) -> None:
 
 def _with_rewards(trajectory: Trajectory, scores: Sequence[tuple[RewardPart, float | None]]) -> Trajectory:
     rewards = {part.function: score for part, score in scores if score is not None}
+    if not rewards:
+        raise GradingError("not_applicable", f"no reward function applies to {trajectory.sample_id}: each returned None")
     total = sum(part.weight * score for part, score in scores if score is not None)
     return replace(trajectory, reward=total, rewards=rewards)

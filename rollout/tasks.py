@@ -23,6 +23,11 @@ BUILT_IN = {"builtin:number_sorting": number_sorting}
 _GYM = "reasoning_gym:"
 
 
+def is_file(source: str) -> bool:
+    """Whether ``data.source`` names a file or folder of rows, rather than a generator of tasks."""
+    return source not in BUILT_IN and not source.startswith(_GYM)
+
+
 class TaskSource(Protocol):
     """Tasks by epoch and position, ``0 <= position < len(source)``; the same arguments give the same task in every run."""
 

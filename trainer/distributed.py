@@ -65,16 +65,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def local_address() -> str:
-    """The address by which other nodes reach this one; the loopback address on a machine without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): UDP sends nothing, it only picks a route
-        except OSError:
-            return "127.0.0.1"
-        return probe.getsockname()[0]
-
-
 def all_reduced(values: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> list[float]:
     """Scalars, reduced over the ranks in one collective, in float64."""
     stacked = torch.stack([value.detach().to(device(), torch.float64) for value in values])

@@ -162,9 +162,12 @@ class Learner:
         """Write the whole state of training into ``folder``; see ``state``."""
         state.save(self, folder)
 
-    def load(self, folder: Path) -> None:
-        """Continue, bit for bit, where ``save`` was called; on another number of ranks or ZeRO stage, to rounding."""
-        state.load(self, folder)
+    def load(self, folder: Path, total_steps: int | None = None) -> None:
+        """Continue, bit for bit, where ``save`` was called; on another number of ranks or ZeRO stage, to rounding.
+
+        ``total_steps`` moves the end of the phase, which a decaying schedule is aimed at.
+        """
+        state.load(self, folder, total_steps)
 
     def _rows(self, samples: Sequence[TrainSample]) -> list[PackedRow]:
         plan = partition(samples, self.world_size, self._row_tokens)

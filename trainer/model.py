@@ -64,15 +64,12 @@ def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
 
     Dropout is off because a policy with dropout has no single log-probability: importance ratios would be noise.
     """
-    remote: dict[str, Any] = {"trust_remote_code": model.allow_remote_code}
-    if model.allow_remote_code:
-        remote |= {"revision": model.revision, "code_revision": model.revision}
-    config = AutoConfig.from_pretrained(path, local_files_only=True, **remote)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
             setattr(config, name, 0.0)
     policy = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True, **remote
+        path, config=config, dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True
     )
     policy.config.use_cache = False
     if model.gradient_checkpointing:

@@ -73,7 +73,7 @@ def save(learner: Learner, folder: Path) -> None:
     (folder / "learner.json").write_text(json.dumps(content))
 
 
-def load(learner: Learner, folder: Path) -> None:
+def load(learner: Learner, folder: Path, total_steps: int | None = None) -> None:
     """Collective; every rank reads.  The random streams are restored where the number of ranks is the same.
 
     Raises CheckpointError for missing files, or tensors of another model.  Damage is for ``checkpoint.verify`` to find.
@@ -86,7 +86,7 @@ def load(learner: Learner, folder: Path) -> None:
         ) from error
     phase = content["phase"]
     optimizer = schema.Optimizer.model_validate_json(json.dumps(phase["optimizer"]))
-    learner.begin_phase(optimizer, phase["total_steps"], phase["epochs"])
+    learner.begin_phase(optimizer, total_steps or phase["total_steps"], phase["epochs"])
     weights, moments = _Tensors(folder / "model", "*.safetensors"), _Tensors(folder, "optimizer-*.safetensors")
     for name, parameter in learner.policy.named_parameters():
         value = weights.get(name, full_shape(parameter))

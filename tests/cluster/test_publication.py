@@ -1,0 +1,76 @@
+"""What a version label promises: the weights of that batch, and no later ones."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from slipstream.cluster.flow import Flow
+from slipstream.cluster.publication import Publisher
+from slipstream.cluster.telemetry import Telemetry
+from slipstream.cluster.transport import Publication
+from slipstream.core.records import WeightVersion
+from slipstream.core.rundir import RunDirectory
+from slipstream.core.schema import Recipe, Schedule
+
+RECIPE = Recipe.model_validate(
+    {"name": "trial", "model": {"path": "builtin:tiny"}, "data": {"source": "builtin:number_sorting"}}
+)
+
+
+def test_the_learner_is_asked_for_its_weights_before_a_next_step_can_reach_it(tmp_path: Path) -> None:
+    """The learner serves calls in order: an export that is submitted after the next step would send that step's weights under
+    the version before it.  So the call must be in the queue when ``start`` returns, whatever the event loop does then."""
+    calls: list[str] = []
+
+    class Recorded:
+        async def connect(self) -> None:
+            pass
+
+        def export(self) -> str:
+            calls.append("export")
+            return "weights"
+
+        async def send(self, version: WeightVersion, exported: str) -> Publication:
+            await asyncio.sleep(0)
+            calls.append(f"send {version}")
+            return Publication(version, 8, 0.1, 0.01, 0)
+
+    async def confirmed(version: WeightVersion) -> None:
+        calls.append(f"confirmed {version}")
+
+    async def story(telemetry: Telemetry) -> None:
+        flow = Flow(Schedule(max_staleness=1, groups_per_step=1, group_size=2), WeightVersion(0, 0))
+        publisher = Publisher(Recorded(), flow, telemetry, confirmed)
+        async with asyncio.TaskGroup() as loops:
+            for batch in (1, 2):
+                flow.learner = WeightVersion(0, batch)
+                await publisher.start(flow.learner, loops)
+                calls.append("train")
+
+    with RunDirectory.create(tmp_path, RECIPE) as run:
+        asyncio.run(story(Telemetry(run, "trial", [])))
+    assert calls == ["export", "train", "send 0.1", "confirmed 0.1", "export", "train", "send 0.2", "confirmed 0.2"]
+
+
+def test_held_out_rows_of_a_file_may_not_change(tmp_path: Path) -> None:
+    """A larger `monitor.eval.size` would test on rows that were trained on; generated tasks are divided by their text."""
+    import json
+
+    import pytest
+
+    from slipstream.cluster import recovery
+
+    def with_size(recipe: Recipe, size: int) -> Recipe:
+        evaluation = recipe.monitor.eval.model_copy(update={"size": size})
+        return recipe.model_copy(update={"monitor": recipe.monitor.model_copy(update={"eval": evaluation})})
+
+    def kept(recipe: Recipe) -> Any:
+        (tmp_path / recovery.FILE).write_text(json.dumps({"fixed": recovery._fixed(recipe)}))
+        return recipe
+
+    recovery.require_same(with_size(kept(RECIPE), 1000), tmp_path)
+    of_file = RECIPE.model_copy(update={"data": RECIPE.data.model_copy(update={"source": "rows.jsonl"})})
+    with pytest.raises(ValueError, match=r"monitor\.eval\.size: got 1000"):
+        recovery.require_same(with_size(kept(of_file), 1000), tmp_path)
