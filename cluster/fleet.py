@@ -56,6 +56,9 @@ class Fleet:
                 f"rollout engines: no answer within cluster.start_timeout_s = {timeout} s; "
                 "see the logs of the engines, or whether the cluster has room for them"
             ) from None
+        except Exception as problem:
+            problem.add_note("while an engine started; see logs/engine-*.log")
+            raise
         self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(self.actors, nodes, strict=True))]
 
     def pick(self, confirmed: WeightVersion) -> Member:

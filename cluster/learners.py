@@ -46,6 +46,9 @@ class LearnerGroup:
                 f"learner: {len(self.ranks)} ranks did not come up within cluster.start_timeout_s = {timeout} s; "
                 "see the logs of the learner, or whether the cluster has room for it"
             ) from None
+        except Exception as problem:
+            problem.add_note("while the learner started; see logs/learner-*.log")
+            raise
 
     async def begin_phase(self, optimizer: Optimizer, total_steps: int, epochs: int | None = None) -> None:
         """A fresh optimizer; ``epochs`` passes over each batch, those of the recipe where None."""

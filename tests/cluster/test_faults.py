@@ -161,13 +161,13 @@ def test_a_full_disk_fails_the_run_and_spares_the_old_checkpoint(small_disk: Pat
 @pytest.mark.parametrize(
     ("mistake", "code", "told"),
     [
-        ("rollout.kv_cache_gib=1.0e-6", 1, "engine"),
-        ("model.dtype=bfloat16", 2, "trainer.zero_stage: got 0 with model.dtype bfloat16"),
+        ("rollout.kv_cache_gib=1.0e-6", 1, "while an engine started; see logs/engine-*.log"),
+        ("data.options={demonstrations: none}", 2, "demonstration"),
     ],
 )
 def test_a_part_that_cannot_start_ends_the_run_at_once(start: Start, mistake: str, code: int, told: str) -> None:
-    """The engine fails while the learner waits for it, the learner while the engine is still loading."""
-    command = start(f"start-{code}", mistake)
+    """The engine fails while the learner waits for it; the warm start has nothing to learn while the engine is still loading."""
+    command = start(f"start-{code}", mistake, "warm_start={steps: 1}")
     assert command.wait(120.0) == code, command.output()
     assert told in command.summary()["error"]
     assert command.summary()["status"] == "failed" and command.survivors(30.0) == [] and command.staged() == []
