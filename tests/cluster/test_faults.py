@@ -166,7 +166,7 @@ def test_a_full_disk_fails_the_run_and_spares_the_old_checkpoint(small_disk: Pat
     ],
 )
 def test_a_part_that_cannot_start_ends_the_run_at_once(start: Start, mistake: str, code: int, told: str) -> None:
-    """The engine fails while the learner waits for it; the warm start has nothing to learn while the engine is still loading."""
+    """The engine fails while the learner waits for it; the learner lacks demonstrations while the engine is still loading."""
     command = start(f"start-{code}", mistake, "warm_start={steps: 1}")
     assert command.wait(120.0) == code, command.output()
     assert told in command.summary()["error"]
