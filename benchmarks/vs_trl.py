@@ -47,8 +47,8 @@ class Workload:
 def workloads(quick: bool) -> dict[str, Workload]:
     quickstart, longtail = ROOT / "recipes" / "quickstart.yaml", HERE / "longtail.yaml"
     if quick:
-        return {"short": Workload(quickstart, 8, 400), "longtail": Workload(longtail, 8, 500)}
-    return {"short": Workload(quickstart, 30, 900), "longtail": Workload(longtail, 30, 900)}
+        return {"short": Workload(quickstart, 8, 400), "longtail": Workload(longtail, 6, 500)}
+    return {"short": Workload(quickstart, 20, 900), "longtail": Workload(longtail, 14, 900)}
 
 
 def main() -> None:
