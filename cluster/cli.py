@@ -31,12 +31,7 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, s
 def main() -> None:
     """Entry point.  Exit codes: 2 for a mistake of the user's, 1 for a run that failed, 130 for one that was interrupted."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
-    except (typer.Abort, KeyboardInterrupt) as stop:
-        err.print(_plain(stop), highlight=False)
-        sys.exit(INTERRUPTED)
+        app()
     except ValueError as mistake:
         err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False)
         sys.exit(USER_ERROR)

@@ -108,6 +108,7 @@ def _supervise(arguments: tuple[Any, ...], run_path: Path, display: Display) -> 
         if stopping.killed:
             reason = f"{stopping.killed}; what came after the last checkpoint is lost"
             _write_ending(run_path, "interrupted", reason, snapshot)
+            sys.stderr.write(f"{reason}\n")
             raise KeyboardInterrupt(reason) from death
         reason = describe(death)
         _write_ending(run_path, "failed", reason, snapshot)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +94,49 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in "".join(done.stderr.split()), (
         done.stderr
     )
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "--bogus"], ["nosuch"], ["export", "runs/x"]])
+def test_a_wrong_command_line_is_told_in_words(arguments: list[str], tmp_path: Path) -> None:
+    done = slipstream(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "Usage:" in done.stderr, done.stderr
+
+
+def test_an_audit_that_fails_is_seen_in_the_exit_code(recipe: Path) -> None:
+    """A sample of lag 1 with weight, where the bound is 0; the same with lag 0 passes."""
+    run = recipe.parent / "runs" / "trial"
+    for version, code in (("0.0", 1), ("0.1", 0)):
+        shutil.rmtree(run, ignore_errors=True)
+        events: list[dict[str, Any]] = [
+            {"kind": "start", "attempt": 0, "bound": 0, "groups_per_step": 1},
+            {"kind": "confirmed", "version": "0.0"},
+            {"kind": "dispatch", "group_id": "a", "version": "0.0", "samples": 1},
+            {"kind": "ready", "group_id": "a"},
+            {"kind": "commit", "batch": 1, "version": "0.1", "groups": ["a"]},
+            {"kind": "confirmed", "version": "0.1"},
+            {"kind": "dispatch", "group_id": "b", "version": "0.1", "samples": 1},
+            {"kind": "ready", "group_id": "b"},
+            {"kind": "commit", "batch": 2, "version": "0.2", "groups": ["b"]},
+        ]
+        samples = [sample("a", 1, "0.0"), sample("b", 2, version)]
+        run.mkdir(parents=True)
+        for name, records in (("events", events), ("samples", samples)):
+            (run / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        done = slipstream("audit", run, cwd=recipe.parent)
+        assert done.returncode == code, done.stdout
+
+
+def sample(group_id: str, batch: int, version: str) -> dict[str, Any]:
+    return {
+        "batch": batch,
+        "assembled_at": f"0.{batch - 1}",
+        "sample_id": f"{group_id}#0",
+        "group_id": group_id,
+        "outcome": "trained",
+        "token_ids": [5],
+        "behaviour_logprobs": [-0.5],
+        "loss_mask": [[1, 0, 1]],
+        "weights": [[1.0, 0, 1]],
+        "versions": [[version, 0, 1]],
+        "kv_versions": [[version, 0, 1]],
+    }
