@@ -33,10 +33,10 @@ def main() -> None:
     try:
         app()
     except ValueError as mistake:
-        err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False)
+        err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)
     except RuntimeError as failure:
-        err.print(f"[bold red]failed:[/] {_plain(failure)}", highlight=False)
+        err.print(f"[bold red]failed:[/] {_plain(failure)}", highlight=False, soft_wrap=True)
         sys.exit(RUN_ERROR)
 
 

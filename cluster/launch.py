@@ -31,6 +31,10 @@ POLL_S = 0.5
 STOP_TIMEOUT_S = 120.0
 
 
+class RunFailed(RuntimeError):
+    """The run ended with ``status: failed``; the message is the reason that its summary gives."""
+
+
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=16)
 class ControllerActor:
     """The controller in a process of its own, so that its death is seen, and told, from outside."""
@@ -53,7 +57,12 @@ class ControllerActor:
             run.close()
             raise
         self._controller = Controller(self._recipe, run, parts, self._search_path)
-        return await self._controller.run()
+        try:
+            return await self._controller.run()
+        except BaseException as problem:  # in words: on its way through Ray an exception loses its notes
+            if isinstance(cause(problem), ValueError):
+                raise
+            raise RunFailed(describe(problem)) from problem
 
     async def snapshot(self) -> dict[str, Any] | None:
         return self._controller.snapshot() if self._controller is not None else None
@@ -61,10 +70,6 @@ class ControllerActor:
     async def stop(self) -> None:
         if self._controller is not None:
             self._controller.stop()
-
-
-class RunFailed(RuntimeError):
-    """The run ended with ``status: failed``; the message is the reason that its summary gives."""
 
 
 def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path: Path, quiet: bool = False) -> dict[str, Any]:
@@ -98,7 +103,8 @@ def _supervise(arguments: tuple[Any, ...], run_path: Path, display: Display) -> 
     try:
         return ray.get(finished)
     except ray.exceptions.RayTaskError as failure:
-        reason, problem = describe(failure), cause(failure)
+        problem = cause(failure)
+        reason = str(problem) if isinstance(problem, RunFailed) else describe(failure)
         if not (run_path / "summary.json").exists():
             _write_ending(run_path, "failed", reason, snapshot)
         if isinstance(problem, ValueError):
