@@ -6,24 +6,26 @@ trained_ratio_*            the same, counting only responses that reach the opti
                            equal rewards before training and sample others in their place, TRL trains on them with weight 0
 startup_s_*                seconds from the start of the process until the first optimizer step has ended
 
-Both in float32, groups of the same size, one optimizer step per batch.  TRL gets both cores in one process (its generation and
-training take turns), no checkpoints, no trackers, and a whole batch as one micro-batch.  Our engine and our learner are two
-processes with one thread each.  Rates are of the steady state: from the end of the second step to the end of the last.
+Both in float32, groups of the same size, one optimizer step per batch.  TRL is one process (generation and training take turns)
+without checkpoints or trackers, and a whole batch is one micro-batch; our engine and our learner are two processes with one
+thread each.  Rates are of the steady state: from the end of the second step to the end of the last.
 
-TRL lives in .benchvenv/trl, made here when it is missing.  Its generation is transformers' (``--trl-generation``: plain
-`generate`, or continuous batching): TRL 1.16 drives vLLM 0.22 to 0.31 and moves weights to it over NCCL or CUDA handles.
+TRL lives in .benchvenv/trl, made here when it is missing.  It gets the fastest of transformers' `generate` with one thread, with
+two, and continuous batching, found in a few steps of each workload (two threads that share their cores with anything else are
+the slowest by far).  Not vLLM: TRL 1.16 drives vLLM 0.22 to 0.31, and moves weights to it over NCCL or CUDA handles.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,20 @@ class Workload:
     warm_steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How TRL writes its responses, and with how many threads."""
+
+    generation: str
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+WAYS = (Way("generate", 1), Way("generate", 2), Way("continuous", 1))
+
+
 def workloads(quick: bool) -> dict[str, Workload]:
     quickstart, longtail = ROOT / "recipes" / "quickstart.yaml", HERE / "longtail.yaml"
     if quick:
@@ -52,28 +68,25 @@ def workloads(quick: bool) -> dict[str, Workload]:
 
 
 def main() -> None:
-    chosen = arguments(__doc__, options)
+    quick = arguments(__doc__).quick
     install_trl()
     figures: dict[str, list[float]] = defaultdict(list)
-    for name, workload in workloads(chosen.quick).items():
+    ways: dict[str, str] = {}
+    for name, workload in workloads(quick).items():
         model = warm_started(str(workload.recipe), 0, workload.warm_steps)
-        for repetition in range(1 if chosen.quick else 3):
+        way = fastest_way(name, workload, model)
+        ways[name] = str(way)
+        for repetition in range(1 if quick else 3):
             ours = rates_of_job(run_ours(name, workload, model, repetition))
-            theirs = rates_of_trl(run_trl(name, workload, model, repetition, chosen.trl_generation))
+            theirs = rates_of_trl(run_trl(name, workload, model, repetition, way))
             for side, rates in (("ours", ours), ("trl", theirs)):
                 for key, value in rates.items():
                     figures[f"{key}_{side}_{name}"].append(value)
             figures[f"samples_ratio_{name}"].append(ours["samples_per_s"] / theirs["samples_per_s"])
             figures[f"trained_ratio_{name}"].append(ours["trained_per_s"] / theirs["trained_per_s"])
             say(f"{name}: " + ", ".join(f"{key} {values[-1]:.2f}" for key, values in figures.items() if key.endswith(name)))
-    steps = {name: workload.steps for name, workload in workloads(chosen.quick).items()}
-    finish("vs_trl", figures, chosen.quick, steps=steps, trl=PINS, trl_generation=chosen.trl_generation, trl_threads=2)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trl-generation", choices=("generate", "continuous"), default="generate", help="how TRL's side writes its responses"
-    )
+    steps = {name: workload.steps for name, workload in workloads(quick).items()}
+    finish("vs_trl", figures, quick, steps=steps, trl=PINS, trl_ways=ways)
 
 
 def install_trl() -> None:
@@ -121,7 +134,18 @@ def rates_of_job(job: Job) -> dict[str, float]:
 # ---- TRL's
 
 
-def run_trl(name: str, workload: Workload, model: Path, repetition: int, generation: str) -> dict[str, Any]:
+def fastest_way(name: str, workload: Workload, model: Path) -> Way:
+    """The way of TRL's that takes least time for a step, the median of three after the first."""
+    short = replace(workload, steps=4)
+    seconds = {}
+    for way in WAYS:
+        ends = run_trl(name, short, model, 0, way)["step_ends"]
+        seconds[way] = statistics.median(b - a for a, b in pairwise(ends))
+        say(f"{name}: TRL with {way}: {seconds[way]:.1f} s a step")
+    return min(WAYS, key=seconds.__getitem__)
+
+
+def run_trl(name: str, workload: Workload, model: Path, repetition: int, way: Way) -> dict[str, Any]:
     recipe = load_recipe([workload.recipe], [f"seed={repetition}"])
     optimizer, schedule = recipe.trainer.optimizer, recipe.schedule
     work = WORK / f"vs-trl-{name}-trl-{repetition}"
@@ -139,12 +163,12 @@ def run_trl(name: str, workload: Workload, model: Path, repetition: int, generat
         "lr": optimizer.lr,
         "betas": optimizer.betas,
         "seed": repetition,
-        "threads": 2,
-        "continuous_batching": generation == "continuous",
+        "threads": way.threads,
+        "continuous_batching": way.generation == "continuous",
     }
     (work / "spec.json").write_text(json.dumps(spec))
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    say(f"{name}: TRL, {workload.steps} steps")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    say(f"{name}: TRL, {workload.steps} steps, {way}")
     done = subprocess.run(
         [str(VENV / "bin" / "python"), str(HERE / "trl_side.py"), str(work / "spec.json"), str(work / "result.json")],
         env=environment,
