@@ -10,7 +10,7 @@ Both in float32, groups of the same size, one optimizer step per batch.  TRL is 
 without checkpoints or trackers, and a whole batch is one micro-batch; our engine and our learner are two processes with one
 thread each.  Rates are of the steady state: from the end of the second step to the end of the last.
 
-TRL lives in .benchvenv/trl, made here when it is missing.  It gets the fastest of transformers' `generate` with one thread, with
+TRL lives in .benchvenv/trl, made here if it is missing.  It gets the fastest of transformers' `generate` with one thread, with
 two, and continuous batching, found in a few steps of each workload (two threads that share their cores with anything else are
 the slowest by far).  Not vLLM: TRL 1.16 drives vLLM 0.22 to 0.31, and moves weights to it over NCCL or CUDA handles.
 """
