@@ -15,12 +15,6 @@ from common import HERE, Job, arguments, finish, prepare_environment, run_job, s
 MIN_TOKENS = 5_000
 KEEP_ALL = ["checkpoint={every: 1, keep: 99}", "monitor.eval.size=0"]
 TINY = ["schedule.steps=6", "rollout.sampling.max_tokens=32", "model.max_length=128", "warm_start.steps=20"]
-    "schedule.steps=6",
-    "rollout.sampling.max_tokens=32",
-    "model.max_length=128",
-    "warm_start.steps=20",
-    "algo.name=reinforce",
-]
 SMOLLM2 = ["schedule.steps=5", "schedule.group_size=8", "trainer.optimizer.lr=1.0e-4"]
 JOBS = {"tiny": (HERE.parent / "recipes" / "quickstart.yaml", TINY), "smollm2": (HERE / "smollm2.yaml", SMOLLM2)}
 
@@ -33,7 +27,9 @@ def main() -> None:
         recipe, overrides = JOBS[model]
         for temperature in (1.0, 0.7):
             sampling = f"rollout.sampling.temperature={temperature}"
-            job = run_job(str(recipe), f"agreement-{model}-{temperature}", [*overrides, *KEEP_ALL, sampling, "algo.name=reinforce"])
+            job = run_job(
+                str(recipe), f"agreement-{model}-{temperature}", [*overrides, *KEEP_ALL, sampling, "algo.name=reinforce"]
+            )
             worst, tokens, versions = agreement(job, temperature)
             say(f"{model} at T = {temperature}: {worst:.2e} over {tokens} tokens of {versions} versions")
             tag = f"{model}_t{temperature}"
