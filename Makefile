@@ -1,5 +1,6 @@
 # make quickstart   installs, then trains          make lint    style, types, import directions
 # make test         installs, then tests           make bench   the benchmarks (long; results in benchmarks/results)
+# make test-all     the slow tests too
 # make lock         regenerates requirements/cpu.lock
 PYTHON ?= python3.11
 VENV   := .venv
@@ -12,7 +13,7 @@ LINKS  := $(or $(UV_FIND_LINKS),$(shell $(PYTHON) -m pip config list 2>/dev/null
 TORCH  := $(if $(LINKS),--find-links $(LINKS),--torch-backend cpu)
 export OMP_NUM_THREADS := 1
 
-.PHONY: install quickstart test unit lint format bench lock clean
+.PHONY: install quickstart test test-all unit lint format bench lock clean
 install: $(STAMP)
 
 $(STAMP): requirements/cpu.lock
@@ -31,6 +32,9 @@ quickstart: install
 	$(BIN)/slipstream run recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: install
 	$(BIN)/python -m pytest
 
 unit: install

@@ -87,6 +87,7 @@ def test_a_death_in_the_middle_of_the_training(resume: Callable[..., Any], role:
     assert_clean(command)
 
 
+@pytest.mark.slow
 def test_the_driver_dies(start: Start) -> None:
     """Nothing of ours outlives it; what it staged is removed by the next run on the machine."""
     command = start("waiting", FOREVER, "schedule.max_staleness=1", "schedule.on_stale=wait")
@@ -159,6 +160,7 @@ def test_a_full_disk_fails_the_run_and_spares_the_old_checkpoint(small_disk: Pat
     assert_clean(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "code", "told"),
     [
