@@ -7,7 +7,7 @@ import collections
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import Group, Task, TrainBatch, TrainSample, WeightVersion
 from slipstream.core.schema import Optimizer, Recipe
@@ -40,6 +41,28 @@ class EngineStats:
 
     sampled_tokens: int
     busy_s: float
+
+
+def spawn(actor_class: Any, count: int, *, cpus: float, gpus: float) -> list[Any]:
+    """Actors in processes of their own; a dead one stays dead, for whoever supervises it to tell."""
+    options = actor_class.options(num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0)
+    return [options.remote() for _ in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def starting(what: str, logs: str, timeout_s: float) -> AsyncIterator[None]:
+    """Bounds and explains a start.  Raises TimeoutError after ``timeout_s``; whatever else fails gets a note."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise TimeoutError(
+            f"{what} did not start within cluster.start_timeout_s = {timeout_s} s; see {logs}, or whether the cluster has "
+            "room for it"
+        ) from None
+    except Exception as problem:
+        problem.add_note(f"while {what} started; see {logs}")
+        raise
 
 
 @ray.remote(max_concurrency=100_000)

@@ -9,8 +9,7 @@ from typing import Any
 
 import ray
 
-from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace
-from slipstream.core.environment import ENVIRONMENT
+from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace, spawn, starting
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.rollout.weights import TransportName
@@ -38,27 +37,15 @@ class Fleet:
 
     async def start(self, model_path: str, version: WeightVersion, first_task: Task, transport: TransportName) -> None:
         """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
-        gpus = self.recipe.rollout.tensor_parallel * gpu_share(self.recipe)
-        actor_class: Any = RolloutActor
-        options = actor_class.options(
-            num_cpus=self.recipe.cluster.engine_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
-        )
-        self.actors = [options.remote() for _ in range(self.recipe.rollout.engines)]
-        timeout = self.recipe.cluster.start_timeout_s
-        try:
+        recipe = self.recipe
+        gpus = recipe.rollout.tensor_parallel * gpu_share(recipe)
+        self.actors = spawn(RolloutActor, recipe.rollout.engines, cpus=recipe.cluster.engine_cpus, gpus=gpus)
+        async with starting("an engine", "logs/engine-*.log", recipe.cluster.start_timeout_s):
             starts = (
-                a.start.remote(self.recipe, model_path, i, self.place, version, first_task, transport)
-                for i, a in enumerate(self.actors)
+                actor.start.remote(recipe, model_path, i, self.place, version, first_task, transport)
+                for i, actor in enumerate(self.actors)
             )
-            nodes = await asyncio.wait_for(asyncio.gather(*starts), timeout)
-        except TimeoutError:
-            raise TimeoutError(
-                f"rollout engines: no answer within cluster.start_timeout_s = {timeout} s; "
-                "see the logs of the engines, or whether the cluster has room for them"
-            ) from None
-        except Exception as problem:
-            problem.add_note("while an engine started; see logs/engine-*.log")
-            raise
+            nodes = await asyncio.gather(*starts)
         self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(self.actors, nodes, strict=True))]
 
     def pick(self, confirmed: WeightVersion) -> Member:

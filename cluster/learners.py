@@ -9,9 +9,8 @@ from typing import Any
 
 import ray
 
-from slipstream.cluster.actors import LearnerActor, RunPlace
+from slipstream.cluster.actors import LearnerActor, RunPlace, spawn, starting
 from slipstream.cluster.fleet import gpu_share
-from slipstream.core.environment import ENVIRONMENT
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import TrainBatch, TrainSample
 from slipstream.core.schema import Optimizer, Recipe
@@ -28,27 +27,15 @@ class LearnerGroup:
 
     async def start(self, model_path: str) -> None:
         """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
-        gpus = gpu_share(self.recipe)
-        actor_class: Any = LearnerActor
-        options = actor_class.options(
-            num_cpus=self.recipe.cluster.learner_cpus, num_gpus=gpus, runtime_env={"env_vars": ENVIRONMENT}, max_restarts=0
-        )
-        self.ranks = [options.remote() for _ in range(self.recipe.trainer.ranks)]
-        timeout = self.recipe.cluster.start_timeout_s
-        try:
-            address = await asyncio.wait_for(self.ranks[0].address.remote(), timeout)
+        recipe = self.recipe
+        gpus = gpu_share(recipe)
+        self.ranks = spawn(LearnerActor, recipe.trainer.ranks, cpus=recipe.cluster.learner_cpus, gpus=gpus)
+        async with starting("the learner", "logs/learner-*.log", recipe.cluster.start_timeout_s):
+            address = await self.ranks[0].address.remote()
             starts = (
-                actor.start.remote(self.recipe, model_path, rank, self.place, address) for rank, actor in enumerate(self.ranks)
+                actor.start.remote(recipe, model_path, rank, self.place, address) for rank, actor in enumerate(self.ranks)
             )
-            await asyncio.wait_for(asyncio.gather(*starts), timeout)
-        except TimeoutError:
-            raise TimeoutError(
-                f"learner: {len(self.ranks)} ranks did not come up within cluster.start_timeout_s = {timeout} s; "
-                "see the logs of the learner, or whether the cluster has room for it"
-            ) from None
-        except Exception as problem:
-            problem.add_note("while the learner started; see logs/learner-*.log")
-            raise
+            await asyncio.gather(*starts)
 
     async def begin_phase(self, optimizer: Optimizer, total_steps: int, epochs: int | None = None) -> None:
         """A fresh optimizer; ``epochs`` passes over each batch, those of the recipe where None."""
