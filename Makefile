@@ -31,11 +31,14 @@ $(STAMP): requirements/cpu.lock
 quickstart: install
 	$(BIN)/slipstream run recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
+# Whole files go to one of two workers: most of a run's start is one process loading libraries while the others wait.
+PARALLEL := -n 2 --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 unit: install
 	$(BIN)/python -m pytest -m "not engine and not learner and not cluster"

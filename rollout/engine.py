@@ -26,6 +26,11 @@ from slipstream.rollout.weights import TransportName
 
 T = TypeVar("T")
 
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""vLLM's executor whose worker lives in the engine core.  On CPU vLLM replaces its short name, ``uni``, by a worker process of its
+own, because only there can it bind OpenMP threads; our processes get their number of threads from outside, and a third import of
+vLLM and a core that spins while the worker computes cost more (docs/LOG.md)."""
+
 
 class EngineFailed(RuntimeError):
     """The engine is dead, or was killed because a commit failed half-way.  It cannot be used again."""
@@ -239,6 +244,7 @@ def engine_args(
         max_model_len=max_length,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_parallel,
+        distributed_executor_backend=None if on_gpu or rollout.tensor_parallel > 1 else IN_CORE,
         enforce_eager=rollout.enforce_eager,
         enable_prefix_caching=rollout.prefix_caching,
         logprobs_mode="processed_logprobs",
