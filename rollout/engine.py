@@ -27,9 +27,9 @@ from slipstream.rollout.weights import TransportName
 T = TypeVar("T")
 
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""vLLM's executor whose worker lives in the engine core.  On CPU vLLM replaces its short name, ``uni``, by a worker process of its
-own, because only there can it bind OpenMP threads; our processes get their number of threads from outside, and a third import of
-vLLM and a core that spins while the worker computes cost more (docs/LOG.md)."""
+"""vLLM's executor whose worker lives in the engine core.  On CPU vLLM replaces its short name, ``uni``, by a worker process,
+because only there can it bind OpenMP threads.  Our processes get their number of threads from outside; a third import of vLLM,
+and a core that spins while the worker computes, cost more (docs/LOG.md)."""
 
 
 class EngineFailed(RuntimeError):
