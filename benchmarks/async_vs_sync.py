@@ -24,7 +24,7 @@ ARMS = {"async": 2, "sync": 0}
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    seeds, steps, warm_steps = ([0], 12, 500) if quick else ([0, 1, 2], 30, 900)
+    seeds, steps, warm_steps = ([0], 12, 500) if quick else ([0, 1, 2], 20, 900)
     figures: dict[str, list[float]] = defaultdict(list)
     for seed in seeds:
         model = warm_started(RECIPE, seed, warm_steps)
