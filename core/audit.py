@@ -164,7 +164,7 @@ class _Samples:
             if problem:
                 self._findings.add("staleness", f"{who}: tokens {start} to {end - 1} weigh {weight} and {problem}")
         self.versions[len(written_by)] += 1
-        if outcome != ("trained" if weighted else "stale"):
+        if outcome not in (("trained",) if weighted else ("stale", "filtered")):
             state = "a" if weighted else "no"
             self._findings.add("ledger", f"{who} counts as {outcome!r}, but {state} token of it has weight")
 
@@ -216,7 +216,7 @@ def _ledger(replay: Replay, samples: _Samples, findings: Findings) -> dict[str, 
         "dispatched": replay.totals["dispatched"],
         "trained": samples.outcomes["trained"],
         "stale": samples.outcomes["stale"] + replay.totals["stale"],
-        "filtered": replay.totals["filtered"],
+        "filtered": samples.outcomes["filtered"] + replay.totals["filtered"],
         "failed": replay.totals["failed"],
         "live": sum(flight.samples for flight in replay.live.values()),
     }

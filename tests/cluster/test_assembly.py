@@ -27,7 +27,7 @@ def recipe(*, bound: int = 1, **algo: Any) -> Recipe:
             "name": "test",
             "model": {"path": "builtin:tiny"},
             "data": {"source": "builtin:number_sorting"},
-            "algo": {"scale_by_std": False, **algo},
+            "algo": {"name": "dr_grpo", "reduction": "token_mean", **algo},
             "rollout": {"sampling": {"max_tokens": 4}},
             "schedule": {"max_staleness": bound, "groups_per_step": 8},
         }
@@ -151,7 +151,7 @@ def test_samples_for_the_reference_are_whole() -> None:
 
 def test_a_record_has_runs() -> None:
     trajectory = response("g#0", 1.0, 1, 1, 2, 3, observed=(0,))
-    record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW)
+    record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW, "trained")
     assert record == {
         "batch": 4,
         "assembled_at": "0.3",

@@ -78,6 +78,7 @@ def _sample(rng: random.Random, name: str) -> TrainSample:
         ce=tuple(rng.choice((0.5, 1.0)) if with_ce else 0.0 for _ in range(length)),
         advantages=tuple([rng.gauss(0, 1)] * length if index % 2 else [rng.gauss(0, 1) for _ in range(length)]),
         behaviour_logprobs=tuple(rng.gauss(-4.0, 1.5) if weight else -1e9 for weight in rl),
+        lag=(0,) * length,
     )
 
 

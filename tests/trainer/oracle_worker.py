@@ -21,6 +21,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from slipstream.core import schema
+from slipstream.core.algorithms import KL, Correction
 from slipstream.core.records import TrainBatch
 from slipstream.trainer import distributed
 from slipstream.trainer.learner import Learner
@@ -36,8 +37,8 @@ def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
             clip_low=oracle.CLIP_LOW,
             clip_high=oracle.CLIP_HIGH,
             dual_clip=oracle.DUAL_CLIP,
-            behaviour_cap=oracle.CAP,
-            kl=schema.KL(coefficient=oracle.KL_COEFFICIENT, placement="loss", estimator="k3"),
+            correction=Correction(cap=oracle.CAP),
+            kl=KL(coefficient=oracle.KL_COEFFICIENT, placement="loss", estimator="k3"),
             epochs=epochs,
             minibatches=minibatches,
         ),

@@ -44,6 +44,7 @@ def samples(count: int = 6, *, rl: float = 1.0, ce: float = 0.0, seed: int = 0) 
                 ce=(ce,) * length,
                 advantages=(rng.choice((-1.0, 1.0)),) * length,
                 behaviour_logprobs=(-4.0,) * length,
+                lag=(0,) * length,
             )
         )
     return made
@@ -81,7 +82,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_metrics_of_a_batch_whose_sampler_was_half_as_sure(recipe: Build) -> None:
     """Behaviour log-probs = the policy's − log 2 on every token, so π_prox / π_b = 2 throughout: truncated to 1.5, ess 1, k1
     estimate of KL(π_b ‖ π_prox) = −log 2.  On the first inner step the policy loss is −Σ 1.5 · A / n."""
-    learner = make(recipe(algo={"behaviour_cap": 1.5}, rollout={"sampling": {"temperature": 0.5}}))
+    learner = make(recipe(algo={"correction": {"cap": 1.5}}, rollout={"sampling": {"temperature": 0.5}}))
     drawn = samples()
     logprobs = learner.logprobs(drawn, "policy")
     drawn = [
@@ -152,6 +153,7 @@ def test_weight_zero_leaves_a_token_out_whatever_it_holds(recipe: Build) -> None
             rl=(0.0, *s.rl[1:]),
             advantages=(math.nan, *s.advantages[1:]),
             behaviour_logprobs=(-math.inf, *s.behaviour_logprobs[1:]),
+            lag=(0,) * length,
         )
         for s in clean
     ]
