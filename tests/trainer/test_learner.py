@@ -115,7 +115,7 @@ def test_ess_of_unequal_ratios(recipe: Build) -> None:
     (drawn,) = samples(1)
     drawn = replaced(
         drawn, input_ids=(*drawn.input_ids[:1], 4, 5, 6, 7), prompt_length=1, rl=(1.0,) * 4, ce=(0.0,) * 4,
-        advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4,
+        advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4, lag=(0,) * 4,
     )  # fmt: skip
     (known,) = learner.logprobs([drawn], "policy")
     drawn = replaced(drawn, behaviour_logprobs=tuple(v - math.log(r) for v, r in zip(known, (1, 1, 2, 4), strict=True)))
@@ -153,7 +153,6 @@ def test_weight_zero_leaves_a_token_out_whatever_it_holds(recipe: Build) -> None
             rl=(0.0, *s.rl[1:]),
             advantages=(math.nan, *s.advantages[1:]),
             behaviour_logprobs=(-math.inf, *s.behaviour_logprobs[1:]),
-            lag=(0,) * length,
         )
         for s in clean
     ]
