@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from slipstream.trainer import publisher, state
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
 from slipstream.trainer.model import load_policy
 from slipstream.trainer.objective import SUMS, TERMS, Objective, step_metrics
-from slipstream.trainer.offpolicy import MEASURED, Anchors, batch_metrics
+from slipstream.trainer.offpolicy import MEASURED, Anchors, MiniBatch, batch_metrics, judge
 from slipstream.trainer.optim import ShardedAdamW, build_adamw, learning_rate
 from slipstream.trainer.packing import PackedRow, pack, partition
 
@@ -38,17 +38,6 @@ class Phase:
     optimizer: schema.Optimizer
     total_steps: int
     epochs: int
-
-
-@dataclass(slots=True)
-class _MiniBatch:
-    """One optimizer step of each pass: this rank's rows; denominators and ``tokens`` (prompts included) are global."""
-
-    rows: list[PackedRow]
-    anchors: list[Anchors]
-    rl_denominator: float
-    ce_denominator: float
-    tokens: int
 
 
 ROW_TOKENS = {"cuda": 8192, "cpu": 512}
@@ -125,7 +114,7 @@ class Learner:
         minibatches = self._minibatches(batch, inner_steps)
         parts: list[Metrics] = []
         tokens = 0
-        judged = self._judge(minibatches) if self._objective.offpolicy.rejects else None
+        judged = judge(minibatches, self._objective.offpolicy) if self._objective.offpolicy.rejects else None
         measured, ratio_tops, sums = dict.fromkeys(MEASURED, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
         for step in range(inner_steps):
             epoch, index = divmod(step, len(minibatches))
@@ -187,7 +176,7 @@ class Learner:
         """
         state.load(self, folder, total_steps)
 
-    def _minibatches(self, batch: TrainBatch, inner_steps: int) -> list[_MiniBatch]:
+    def _minibatches(self, batch: TrainBatch, inner_steps: int) -> list[MiniBatch]:
         """This rank's rows of every mini-batch, with what has to be known of them before the first step."""
         found = []
         with_proximal = self._objective.offpolicy.needs_forward(inner_steps)
@@ -196,7 +185,7 @@ class Learner:
             rows = [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
             anchors = [self._anchors(row, proximal=with_proximal) if rl else Anchors(rl_N=row.rl_N) for row in rows]
             tokens = sum(len(sample.input_ids) for sample in samples)
-            found.append(_MiniBatch(rows, anchors, rl_denominator=rl, ce_denominator=ce, tokens=tokens))
+            found.append(MiniBatch(rows=rows, anchors=anchors, rl_denominator=rl, ce_denominator=ce, tokens=tokens))
         return found
 
     def _anchors(self, row: PackedRow, *, proximal: bool) -> Anchors:
@@ -206,36 +195,13 @@ class Learner:
             reference_N=self._logprobs(self.reference, row) if self._objective.kl is not None else None,
         )
 
-    def _judge(self, minibatches: Sequence[_MiniBatch]) -> tuple[dict[str, float], list[Tensor], float]:
-        """Take rejected tokens out of weights and denominators, for the whole batch.
-
-        Returns the global sums of ``MEASURED`` over the tokens before that, this rank's largest ratios, and how many were
-        rejected.
-        """
-        offpolicy = self._objective.offpolicy
-        measured, tops, kept_tokens = dict.fromkeys(MEASURED, 0.0), [torch.zeros(())], 0.0
-        for part in (p for p in minibatches if p.rl_denominator):
-            verdicts = []
-            for row, fixed in zip(part.rows, part.anchors, strict=True):
-                assert fixed.proximal_N is not None
-                verdicts.append(offpolicy.judge(row, fixed.proximal_N))
-            part.anchors = [replace(fixed, rl_N=v.rl_N) for fixed, v in zip(part.anchors, verdicts, strict=True)]
-            columns = [[v.share for v in verdicts], [v.kept for v in verdicts]]
-            columns += [[v.sums[name] for v in verdicts] for name in MEASURED]
-            share, kept, *totals = all_reduced([torch.stack([x.double() for x in column]).sum() for column in columns])
-            part.rl_denominator = offpolicy.denominator(part.rl_denominator, share, kept)
-            measured = {name: measured[name] + total for name, total in zip(MEASURED, totals, strict=True)}
-            tops += [v.ratio_max for v in verdicts]
-            kept_tokens += kept
-        return measured, tops, measured["measured_tokens"] - kept_tokens
-
     def _drifted(self, sums: dict[str, float]) -> bool:
         """Whether the mini-batch just trained on, as the step found it, is too far from the proximal policy."""
         limit, tokens = self.recipe.algo.max_inner_kl, sums["rl_tokens"]
         return limit is not None and tokens > 0 and sums["inner_kl"] / tokens > limit
 
     def _step(
-        self, part: _MiniBatch, progress: float, place: tuple[WeightVersion, int, int]
+        self, part: MiniBatch, progress: float, place: tuple[WeightVersion, int, int]
     ) -> tuple[dict[str, float], list[Tensor], Metrics]:
         """One optimizer step over this rank's rows: its global sums, this rank's largest ratios, and its metrics."""
         assert self.phase is not None

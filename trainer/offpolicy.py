@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,7 @@ from slipstream.algos.corrections import (
 from slipstream.algos.reductions import reduce_to_kept
 from slipstream.core import algorithms
 from slipstream.core.metrics import Max, Mean, Metrics
+from slipstream.trainer.distributed import all_reduced
 from slipstream.trainer.packing import PackedRow
 
 MEASURED = ("ratio", "ratio_squared", "truncated", "sampler_kl", "measured_tokens")
@@ -37,6 +39,17 @@ class Anchors:
     rl_N: Float[Tensor, " N"]
     proximal_N: Float[Tensor, " N"] | None = None
     reference_N: Float[Tensor, " N"] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class MiniBatch:
+    """One optimizer step of each pass: this rank's rows; denominators and ``tokens`` (prompts included) are global."""
+
+    rows: list[PackedRow]
+    anchors: list[Anchors]
+    rl_denominator: float
+    ce_denominator: float
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +127,29 @@ class OffPolicy:
         if not kept:
             return 0.0
         return stamped if self._reduction == "constant" else share
+
+
+def judge(minibatches: Sequence[MiniBatch], offpolicy: OffPolicy) -> tuple[dict[str, float], list[Tensor], float]:
+    """Take rejected tokens out of the weights and denominators of a whole batch.  Collective.
+
+    Returns the global sums of ``MEASURED`` over the tokens before that, this rank's largest ratios, and how many tokens were
+    rejected.
+    """
+    measured, tops, kept_tokens = dict.fromkeys(MEASURED, 0.0), [torch.zeros(())], 0.0
+    for part in (p for p in minibatches if p.rl_denominator):
+        verdicts = []
+        for row, fixed in zip(part.rows, part.anchors, strict=True):
+            assert fixed.proximal_N is not None, "a rejection decides on fixed log-probs"
+            verdicts.append(offpolicy.judge(row, fixed.proximal_N))
+        part.anchors = [replace(fixed, rl_N=v.rl_N) for fixed, v in zip(part.anchors, verdicts, strict=True)]
+        columns = [[v.share for v in verdicts], [v.kept for v in verdicts]]
+        columns += [[v.sums[name] for v in verdicts] for name in MEASURED]
+        share, kept, *totals = all_reduced([torch.stack([x.double() for x in column]).sum() for column in columns])
+        part.rl_denominator = offpolicy.denominator(part.rl_denominator, share, kept)
+        measured = {name: measured[name] + total for name, total in zip(MEASURED, totals, strict=True)}
+        tops += [v.ratio_max for v in verdicts]
+        kept_tokens += kept
+    return measured, tops, measured["measured_tokens"] - kept_tokens
 
 
 def batch_metrics(measured: dict[str, float], last_step: dict[str, float], ratio_max: float, rejected_tokens: float) -> Metrics:

@@ -242,8 +242,8 @@ def shifted(learner: Learner, drawn: Sequence[TrainSample], ratios: Sequence[flo
 
 
 def test_rejected_tokens_leave_loss_and_denominator_and_are_counted(recipe: Build) -> None:
-    """Ratios of 1 in four samples, 9 and 0.1 in the last two, which the band of 0.5 to 5 rejects: the update is that of the four
-    alone, and the metrics know of all six."""
+    """Ratios of 1 in four samples, 9 and 0.1 in the last two, which the band of 0.5 to 5 rejects: the update is that of the
+    four alone, and the metrics know of all six."""
     outlying = recipe(algo={"correction": {"reject": ["icepop"]}})
     learner, alone = make(outlying), make(recipe())
     drawn = shifted(learner, samples(), [1, 1, 1, 1, 9, 0.1])
