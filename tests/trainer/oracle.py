@@ -24,7 +24,6 @@ TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.3, 1.5, 2.0
 KL_COEFFICIENT = 0.1
 ICEPOP, GEOMETRIC, OPSM_DELTA = (0.1, 9.0), (0.3, 3.0), 0.3
-MAX_INNER_KL = 0.02
 LR, BETAS, EPS, DECAY, MAX_NORM = 2e-3, (0.9, 0.95), 1e-4, 0.1, 0.5
 WARMUP, MIN_RATIO = 2, 0.1
 BATCHES = 5
@@ -40,14 +39,14 @@ class Rule:
     clip_high: float = CLIP_HIGH
     rejects: bool = False
     loglinear: bool = False
-    stops_early: bool = False
+    max_inner_kl: float | None = None
 
 
 RULES = {
     "grpo": Rule(),
-    "gspo": Rule(loss="gspo", level="geometric", clip_low=0.02, clip_high=0.02),
+    "gspo": Rule(loss="gspo", level="geometric", clip_low=0.02, clip_high=0.02, max_inner_kl=0.03),
     "rejecting": Rule(loss="dppo_tv", level="sequence", clip_low=0.01, clip_high=0.01, rejects=True),
-    "loglinear": Rule(loss="cispo", loglinear=True, stops_early=True),
+    "loglinear": Rule(loss="cispo", loglinear=True, max_inner_kl=1.7),
 }
 
 
@@ -127,8 +126,8 @@ def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> It
         trace = Trace()
         trace.logprobs = [[token_logprobs(policy, s, TEMPERATURE).tolist() for s in part] for part in batch.minibatches]
         kept = [
-            [keep(rule, s, p, trace.events) for s, p in zip(*pair, strict=True)]
-            for pair in zip(batch.minibatches, trace.logprobs, strict=True)
+            [keep(rule, sample, proximal, trace.events) for sample, proximal in zip(part, known, strict=True)]
+            for part, known in zip(batch.minibatches, trace.logprobs, strict=True)
         ]
         for j in range(inner):
             index = j % minibatches
@@ -157,8 +156,8 @@ def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> It
                     if p.ndim > 1:
                         p -= rate * DECAY * p
                     p -= rate * m / (v.sqrt() + EPS)
-            if rule.stops_early and j + 1 < inner:
-                stops = sum(math.exp(d) - 1 - d for d in drift) / len(drift) > MAX_INNER_KL
+            if rule.max_inner_kl is not None and j + 1 < inner:
+                stops = sum(math.exp(d) - 1 - d for d in drift) / len(drift) > rule.max_inner_kl
                 trace.events["stopped early" if stops else "went on"] += 1
                 if stops:
                     break

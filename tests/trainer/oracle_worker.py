@@ -49,7 +49,7 @@ def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
             ),
             proximal="loglinear" if rule.loglinear else "recompute",
             reduction="sequence_mean" if rule.rejects else "token_mean",  # the weights are recorded: it matters for rejections
-            max_inner_kl=oracle.MAX_INNER_KL if rule.stops_early else None,
+            max_inner_kl=rule.max_inner_kl,
             kl=KL(coefficient=oracle.KL_COEFFICIENT, placement="loss", estimator="k3"),
             epochs=epochs,
             minibatches=minibatches,
