@@ -37,7 +37,7 @@ def assemble(
 
     ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
     """
-    algo, max_tokens = recipe.algo, recipe.rollout.sampling.max_tokens
+    algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.rollout.sampling.max_tokens
     if kl_of_sample is not None:
         groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl_of_sample[t.sample_id]) for group in groups]
     if (soft := algo.overlong.soft) is not None:
@@ -49,24 +49,18 @@ def assemble(
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
-        masks = [_trained(t, version, recipe) for _, t, _ in pairs]
-        shares, denominator = token_weights(algo.reduction, masks, max_tokens=max_tokens)
-        lags = [lags_of(t, version) for _, t, _ in pairs]
-        weights = [_decayed(w, lag, recipe.schedule.lag_decay) for w, lag in zip(shares, lags, strict=True)]
-        kept = zip(pairs, weights, lags, masks, strict=True)
-        minibatches.append(tuple(_rl_sample(t, a, w, lag) for (_, t, a), w, lag, mask in kept if any(mask)))
+        weights, denominator = _weights([t for _, t, _ in pairs], version, recipe)
+        stamped = list(zip(pairs, weights, strict=True))
+        minibatches.append(tuple(_rl_sample(t, a, w, lags_of(t, version)) for (_, t, a), w in stamped if any(w)))
         denominators.append(denominator)
-        outcomes = [_outcome(t, mask, version, recipe) for (_, t, _), mask in zip(pairs, masks, strict=True)]
-        for (g, t, a), w, outcome in zip(pairs, weights, outcomes, strict=True):
-            records.append(sample_record(g, t, a, w, version, outcome))
+        records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
         rl_denominators=tuple(denominators),
         ce_denominators=(0.0,) * len(minibatches),
     )
-    staleness = staleness_metrics(groups, version, recipe.schedule.max_staleness)
-    return Assembled(batch, {**reward_metrics(groups), **staleness}, records)
+    return Assembled(batch, {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}, records)
 
 
 def assemble_demonstrations(
@@ -107,22 +101,24 @@ def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> flo
     return -min(max((sum(trajectory.loss_mask) - (max_tokens - room)) / room, 0.0), 1.0)
 
 
-def _trained(trajectory: Trajectory, version: WeightVersion, recipe: Recipe) -> list[bool]:
-    if recipe.algo.overlong.filter and trajectory.status == "length":
-        return [False] * len(trajectory.token_ids)
-    return loss_mask(trajectory, version, recipe.schedule.max_staleness)
+def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe: Recipe) -> tuple[list[list[float]], float]:
+    """RL weights of the responses of one mini-batch, and their denominator, which does not depend on ``lag_decay``."""
+    bound, filters = recipe.schedule.max_staleness, recipe.algo.overlong.filter
+    masks = [
+        [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
+    ]
+    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.rollout.sampling.max_tokens)
+    decay = recipe.schedule.lag_decay
+    lags = [lags_of(t, version) for t in trajectories]
+    decayed = [[w * decay**n if w else 0.0 for w, n in zip(*pair, strict=True)] for pair in zip(shares, lags, strict=True)]
+    return decayed, denominator
 
 
-def _outcome(trajectory: Trajectory, mask: Sequence[bool], version: WeightVersion, recipe: Recipe) -> str:
+def _outcome(trajectory: Trajectory, weights: Sequence[float], version: WeightVersion, bound: int) -> str:
     """As ``Flow.commit`` counts it."""
-    if any(mask):
+    if any(weights):
         return "trained"
-    return "filtered" if any(loss_mask(trajectory, version, recipe.schedule.max_staleness)) else "stale"
-
-
-def _decayed(shares: Sequence[float], lags: Sequence[int], decay: float) -> list[float]:
-    """Weights that fall with the lag; the denominator stays, so that older tokens count for less."""
-    return [share * decay**lag if share else 0.0 for share, lag in zip(shares, lags, strict=True)]
+    return "filtered" if any(loss_mask(trajectory, version, bound)) else "stale"
 
 
 def _split(items: list[Any], parts: int) -> list[list[Any]]:
