@@ -37,12 +37,13 @@ def test_limits():
 
 
 def test_an_observation_is_no_step():
-    """Action, two observations, action: as if the observations were not there, whatever their values; a reward that came
-    with an observation belongs to the action before it."""
-    with_observations = run([0.0, 9.0, 0.25, 1.0], [0.5, 7.0, -7.0, 0.2], [True, False, False, True], 0.9, 0.5)
-    without = run([9.25, 1.0], [0.5, 0.2], None, 0.9, 0.5)
+    """Two actions, two observations, an action: as if the observations were not there, whatever their values; a reward that
+    came with an observation belongs to the action before it, and to no other."""
+    actions = [True, True, False, False, True]
+    with_observations = run([0.5, 0.0, 9.0, 0.25, 1.0], [0.1, 0.5, 7.0, -7.0, 0.2], actions, 0.9, 0.5)
+    without = run([0.5, 9.25, 1.0], [0.1, 0.5, 0.2], None, 0.9, 0.5)
     for found, expected in zip(with_observations, without, strict=True):
-        assert [found[0], found[3]] == pytest.approx(expected) and found[1] == found[2] == 0.0
+        assert [found[0], found[1], found[4]] == pytest.approx(expected) and found[2] == found[3] == 0.0
 
 
 def test_definition_by_double_sum():
