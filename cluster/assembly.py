@@ -39,7 +39,8 @@ def assemble(
     """
     algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.rollout.sampling.max_tokens
     if kl_of_sample is not None:
-        groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl_of_sample[t.sample_id]) for group in groups]
+        kl = kl_of_sample
+        groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl[t.sample_id]) for group in groups]
     if (soft := algo.overlong.soft) is not None:
         groups = [_adjusted(group, "overlong", 1.0, lambda t: overlong_reward(t, max_tokens, soft)) for group in groups]
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)

@@ -127,8 +127,10 @@ class Learner:
             if epoch == 0:
                 measured = {name: measured[name] + sums[name] for name in MEASURED}
                 ratio_tops += tops
-            if self._drifted(sums) and step + 1 < inner_steps:
-                parts.append({"offpolicy/early_stops": Sum(1)})
+            stops = self._drifted(sums) and step + 1 < inner_steps
+            if self.recipe.algo.max_inner_kl is not None:
+                parts.append({"offpolicy/early_stops": Sum(stops)})
+            if stops:
                 break
         rejected_tokens = 0.0
         if judged is not None:
