@@ -62,7 +62,7 @@ class Controller:
         self.fleet = Fleet(recipe, place)
         self.learners = LearnerGroup(recipe, place)
         self.telemetry = Telemetry(run, recipe.name, recipe.monitor.sinks, parts.history, parts.evaluations)
-        self.flow = Flow(recipe.schedule, parts.version, parts.ledger)
+        self.flow = Flow(recipe.schedule, parts.version, parts.ledger, filter_overlong=recipe.algo.overlong.filter)
         for group in parts.ready:
             self.flow.restore(group)
         self.pulse = Pulse()
@@ -230,7 +230,7 @@ class Controller:
         """Keep the group if it can move the policy.  Raises RuntimeError when none could for a long time."""
         rewards = [t.reward for t in group.trajectories]
         algo = self.recipe.algo
-        if algo.kl_in_reward or has_signal(rewards, algo.name):  # type: ignore[arg-type]
+        if algo.kl_in_reward or has_signal(rewards, algo.advantage):
             self._idle_groups = 0
             self.flow.finish(group)
             self.telemetry.event("ready", group_id=group.task.id, oldest=str(group.oldest))
@@ -269,6 +269,8 @@ class Controller:
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()
             version = self.flow.commit()
+            if (every := self.recipe.algo.kl.refresh_every) and version.batch % every == 0:
+                await self.learners.set_reference(None)
             if self.recipe.monitor.samples:
                 await asyncio.to_thread(self.telemetry.samples, assembled.records)
             self.telemetry.event("commit", batch=version.batch, version=str(version), groups=[g.task.id for g in groups])

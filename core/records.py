@@ -143,12 +143,12 @@ class Group:
 class TrainSample:
     """One sequence with what each token is to contribute.  Everything but ``input_ids`` [P+L] is per response token [L].
 
-    The learner knows streams, not algorithms: ``rl`` weighs the clipped surrogate (and the KL term) of the token, ``ce`` its
+    The learner knows streams, not algorithms: ``rl`` weighs the policy loss (and the KL term) of the token, ``ce`` its
     cross-entropy.  A weight of 0 leaves the token out of that stream.  Weights already hold the reduction (token mean,
-    sequence mean, …); the batch holds the global denominators.
+    sequence mean, …); the batch holds the global denominators.  ``lag`` is the token's, in batches, fixed at assembly.
 
     Example: ``input_ids=(1, 9, 4, 4, 9, 2)``, ``prompt_length=3``, ``rl=(1., 1., 0.)`` (the last token was stale),
-    ``ce=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``, ``behaviour_logprobs=(-.1, -.2, -.01)``.
+    ``ce=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``, ``behaviour_logprobs=(-.1, -.2, -.01)``, ``lag=(0, 0, 3)``.
     """
 
     sample_id: str
@@ -158,10 +158,11 @@ class TrainSample:
     ce: tuple[float, ...]
     advantages: tuple[float, ...]
     behaviour_logprobs: tuple[float, ...]
+    lag: tuple[int, ...]
 
     def __post_init__(self) -> None:
         length = len(self.input_ids) - self.prompt_length
-        for name in ("rl", "ce", "advantages", "behaviour_logprobs"):
+        for name in ("rl", "ce", "advantages", "behaviour_logprobs", "lag"):
             if len(getattr(self, name)) != length:
                 raise ValueError(f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries, expected {length}")
 

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(gt=0.0)]
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, so are NaN and infinities; nothing is coerced silently; nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, validate_default=True)
+from slipstream.core.algorithms import Algo
+from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 
 class Model(Section):
@@ -78,47 +70,6 @@ class Reward(Section):
         return self
 
 
-class KL(Section):
-    """KL to the reference.  ``reward``: k1, subtracted from the reward.  ``loss``: k2, or k3's value with k2's gradient."""
-
-    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    placement: Literal["loss", "reward"] = "loss"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-
-    @model_validator(mode="after")
-    def _gradient_is_right(self) -> KL:
-        if self.coefficient and self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("estimator: k1 in the loss has zero expected gradient; use k2 or k3, or placement: reward")
-        if self.coefficient and self.placement == "reward" and self.estimator != "k1":
-            raise ValueError(f"estimator: {self.estimator} in the reward is biased; use k1, or placement: loss")
-        return self
-
-
-class Algo(Section):
-    """The learning rule.  ``name`` says which streams are stamped: ``sft`` only cross-entropy, the others the RL stream."""
-
-    name: Literal["grpo", "rloo", "reinforce", "sft"] = "grpo"
-    scale_by_std: bool = Field(True, description="grpo: divide by the group's standard deviation (false: Dr.GRPO)")
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    clip_high: Rate = 0.2
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(None, description="bound on the loss of a negative advantage")
-    behaviour_cap: Annotated[float, Field(ge=1.0)] | None = Field(
-        2.0, description="truncation of the behaviour weight π_prox/π_b; null switches the correction off"
-    )
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    kl: KL = Field(default_factory=KL)
-    epochs: Positive = Field(1, description="passes over each batch")
-    minibatches: Positive = Field(1, description="optimizer steps per pass")
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return self.kl.coefficient > 0 and self.kl.placement == "reward"
-
-    @property
-    def inner_steps(self) -> int:
-        return self.epochs * self.minibatches
-
-
 class Optimizer(Section):
     """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
 
@@ -165,6 +116,9 @@ class Schedule(Section):
 
     max_staleness: NonNegative = 2
     on_stale: Literal["mask", "wait", "drop"] = "mask"
+    lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="loss weight of a token of lag l: lag_decay to the power of l, up to the bound"
+    )
     kv_on_update: Literal["keep"] = Field("keep", description="running requests keep the KV entries of older weights")
     steps: Positive = 100
     groups_per_step: Positive = 8
@@ -235,9 +189,9 @@ class Recipe(Section):
     monitor: Monitor = Field(default_factory=Monitor)
     cluster: Cluster = Field(default_factory=Cluster)
 
-    def cross_checks(self) -> list[tuple[str, str]]:
+    def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems: list[tuple[str, str]] = []
+        problems = self.algo.problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
         if schedule.group_size > rollout.max_num_seqs:
             problems.append(
@@ -247,8 +201,9 @@ class Recipe(Section):
                     "a group must fit into one engine: raise max_num_seqs or lower group_size",
                 )
             )
-        if algo.name in ("grpo", "rloo") and schedule.group_size < 2:
-            problems.append(("schedule.group_size", f"got 1, expected at least 2: algo.name {algo.name} compares siblings"))
+        if algo.name != "sft" and algo.advantage not in ("reinforce", "reinforce_pp") and schedule.group_size < 2:
+            compares = f"algo.advantage {algo.advantage} compares siblings"
+            problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
         if algo.minibatches > schedule.groups_per_step and algo.name != "sft":
             problems.append(
                 (
@@ -259,8 +214,6 @@ class Recipe(Section):
             )
         if algo.name == "sft" and self.warm_start is not None:
             problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
-        if algo.name == "sft" and algo.kl.coefficient:
-            problems.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
         if self.model.dtype == "bfloat16" and self.trainer.zero_stage == 0:
             problems.append(
                 (

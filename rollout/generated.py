@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 from pydantic import Field, model_validator
 
 from slipstream.core.recipe_problems import options_of
-from slipstream.core.schema import Fraction, Positive, Section
+from slipstream.core.section import Fraction, Positive, Section
 from slipstream.rollout.rows import Row, is_held_out
 
 _SEED_SPACING = 10**9  # between seeds of runs; streams within one run are 5·10⁷ apart, with fewer items each

@@ -18,7 +18,8 @@ from pydantic import Field, field_validator
 
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.records import Task, Trajectory
-from slipstream.core.schema import Reward, RewardPart, Section
+from slipstream.core.schema import Reward, RewardPart
+from slipstream.core.section import Section
 from slipstream.rollout.graders import Grader, GraderPool, GradingError
 
 __all__ = ["GradingError", "Rewards"]
