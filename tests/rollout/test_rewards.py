@@ -10,7 +10,8 @@ import pytest
 
 from slipstream.core.records import Status, Task, Trajectory, WeightVersion
 from slipstream.core.schema import Reward, RewardPart
-from slipstream.rollout.rewards import GradingError, Rewards
+from slipstream.rollout.failures import GradingError
+from slipstream.rollout.rewards import Rewards
 
 
 def task(answer: str | None = "12", prompt: Any = "21<", columns: Mapping[str, Any] | None = None) -> Task:
