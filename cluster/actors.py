@@ -77,7 +77,11 @@ class RolloutActor:
         self._open.callback(self._rewards.close)
         await self._rewards.start(first_task)
         environments = Environments(recipe.rollout.environment, Path(place.search_path))
+        environments.check(first_task)
         path = Path(model_path)
+        encoder = PromptEncoder(load_tokenizer(path), chat=recipe.data.chat)
+        if recipe.rollout.environment.name != "single_turn":
+            encoder.observation(first_task, "?", ())  # or a chat template that cannot go on fails here
         limit = recipe.model.max_length or context_length(path)
         self._engine = await Engine.start(
             path,
@@ -94,7 +98,7 @@ class RolloutActor:
         sampling = recipe.rollout.sampling
         self._groups = GroupSampler(
             self._engine,
-            PromptEncoder(load_tokenizer(path), chat=recipe.data.chat),
+            encoder,
             environments,
             self._rewards,
             seed=recipe.seed if sampling.seeded else None,

@@ -48,6 +48,13 @@ class Environments:
         else:
             self._class, self._options = _of_the_user(settings, search_path), settings.options
 
+    def check(self, first: Task) -> None:
+        """Raises ValueError if the environment of one task cannot be made."""
+        try:
+            self.open(first)
+        except EnvironmentFailed as failure:
+            raise ValueError(f"rollout.environment: not for task {first.id} of {first.source}: {failure}") from failure
+
     def open(self, task: Task) -> Environment:
         """The environment of one episode of ``task``.  Raises EnvironmentFailed if the user's cannot be made."""
         try:

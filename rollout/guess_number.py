@@ -23,13 +23,18 @@ class GuessNumber(Environment):
 
     score: float = 0.0
 
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        if task.answer is None or not task.answer.isdecimal():
+            raise ValueError(f"got the answer {task.answer!r}, expected a number; use data.source builtin:guess_number")
+        self._hidden = int(task.answer)
+
     async def observe(self, completion: Completion) -> Observation:
-        assert self.task.answer is not None
-        guess, hidden = completion.text.strip(), int(self.task.answer)
+        guess = completion.text.strip()
         if not (guess.isascii() and guess.isdigit() and len(guess) <= 3 and completion.finish in ("eos", "stop")):
             return "?"
-        self.score = float(int(guess) == hidden)
-        return None if self.score else "<" if hidden < int(guess) else ">"
+        self.score = float(int(guess) == self._hidden)
+        return None if self.score else "<" if self._hidden < int(guess) else ">"
 
 
 class GuessNumberTasks(Section):

@@ -151,6 +151,15 @@ def test_what_the_recipe_gets_wrong_is_refused_at_the_start(folder: Path, settin
         Environments(Settings(**settings), folder)
 
 
+def test_an_environment_that_does_not_fit_the_source_is_refused_at_the_start(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.environment: not for task train/0/0 .*use data\.source builtin:guess_number"
+    ):
+        Environments(Settings(name="guess_number")).check(task("133469<"))
+    Environments(Settings(name="guess_number")).check(task("3"))
+    mine(folder).check(task())
+
+
 def test_a_single_turn_is_answered_by_nobody() -> None:
     environments = Environments(Settings())
     assert observe(environments, "12") is None and score(environments.open(task())) == {}
