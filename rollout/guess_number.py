@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slipstream.core.recipe_problems import options_of
+from slipstream.core.records import Task
 from slipstream.core.schema import Fraction, Positive, Section
 from slipstream.rollout.environment import Completion, Environment, Observation
 from slipstream.rollout.rows import Row, Split

@@ -51,7 +51,7 @@ class _RequireEos(Section):
 
 _HERE: dict[str, type[Section]] = {"exact": _Exact, "environment": Section}
 """What this process does itself."""
-_OPTIONS = {**_HERE, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
+_OPTIONS: dict[str, type[Section]] = {**_HERE, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
