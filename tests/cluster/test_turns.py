@@ -23,12 +23,11 @@ class Host(Environment):
         self.word, self.turns = word, 0
 
     def observe(self, turn):
-        self.turns += 1
+        self.turns, self.score = self.turns + 1, sum(turn.token_ids) % 11 / 10
         if self.task.answer == "7":
             raise LookupError("nobody hides at 7")
         if self.turns == 1:
             raise ToolError("say that again")
-        self.score = sum(turn.token_ids) % 11 / 10
         return self.word
 '''
 
@@ -61,11 +60,9 @@ def test_the_records_of_the_run_hold(run: Any) -> None:
 
 
 def test_what_the_environment_cannot_answer_fails_its_groups_and_evaluations(run: Any) -> None:
-    reasons = {event["reason"] for event in run.events("failed")}
-    assert reasons == {"environment/raised: LookupError: 'nobody hides at 7'"} or reasons == {
-        "environment/raised: LookupError: nobody hides at 7"
-    }
-    assert run.summary()["ledger"]["failed"] == 4 * len(run.events("failed")) > 0
+    reasons = [event["reason"] for event in run.events("failed")]
+    assert reasons and all("environment/raised: LookupError: nobody hides at 7" in reason for reason in reasons), reasons
+    assert run.summary()["ledger"]["failed"] == 4 * len(reasons)
     for evaluation in run.events("eval"):
         assert evaluation["failed"] > 0 and evaluation["n"] + evaluation["failed"] == 14
 
