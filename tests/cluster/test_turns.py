@@ -40,7 +40,7 @@ def run(start: Callable[..., Any], workshop: Path) -> Any:
         "data={source: 'builtin:guess_number'}",
         "reward.parts=[{function: environment}]",
         "rollout.environment={name: 'host:Host', options: {word: cold}, max_turns: 3}",
-        "rollout.sampling.max_tokens=24",
+        "rollout.sampling={max_tokens: 24, stop: ['1', '2', '3', '4', '5', '6']}",
         "schedule={steps: 4, kv_on_update: recompute}",
         "monitor.eval.size=14",
     )
@@ -68,7 +68,7 @@ def test_what_the_environment_cannot_answer_fails_its_groups_and_evaluations(run
 
 
 def test_observations_are_in_the_samples_without_weight(run: Any) -> None:
-    """``error: say that again`` is 22 tokens of the tiny tokenizer, ``cold`` 4."""
+    """A token per character: ``error: say that again`` is 6 + 1 + 14 = 21, ``cold`` 4."""
     samples = read_jsonl(run.run / "samples.jsonl").records
     lengths = set()
     for sample in samples:
@@ -77,5 +77,5 @@ def test_observations_are_in_the_samples_without_weight(run: Any) -> None:
         assert all(logprob == 0 for mine, logprob in zip(mask, sample["behaviour_logprobs"], strict=True) if not mine)
         lengths |= {end - start for mine, start, end in sample["loss_mask"] if not mine}
         assert spread(sample["kv_versions"]) == spread(sample["versions"])
-    assert lengths == {22, 4}
+    assert lengths == {21, 4}
     assert {"length", "turns"} <= {sample["status"] for sample in samples}
