@@ -43,8 +43,8 @@ from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
+from slipstream.rollout.failures import GroupFailed
 from slipstream.rollout.groups import GroupAborted
-from slipstream.rollout.rewards import GradingError
 
 log = logging.getLogger("slipstream")
 
@@ -210,14 +210,14 @@ class Controller:
         group.add_done_callback(self._groups.discard)
 
     async def _group(self, task: Task, prompt_ids: tuple[int, ...], version: WeightVersion) -> None:
-        """One group from lease to buffer.  A failed grader fails the group, with its reason; a dead engine fails the run."""
+        """One group from lease to buffer.  A failed grader or environment fails it, with the reason; a dead engine the run."""
         size = self.recipe.schedule.group_size
         try:
             group = await self.fleet.sample(self.fleet.pick(version), task, prompt_ids, version, size)
-        except GradingError as problem:
+        except GroupFailed as problem:
             self.flow.fail(task.id)
             self._gone("failed", task.id, size, str(problem))
-            self._lost(f"could not be graded: {problem}", "Mend the reward function; logs/engine-*.log has its tracebacks")
+            self._lost(f"failed: {problem}", "Mend what raised it; logs/engine-*.log has the tracebacks")
         except GroupAborted:
             self.flow.abandon(task.id)
             self._gone("stale", task.id, size, "aborted: beyond the bound")

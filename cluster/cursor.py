@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.cluster.evaluation import Encoded
 from slipstream.core.records import Task
-from slipstream.rollout.environment import PromptEncoder, PromptTooLong
+from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 from slipstream.rollout.tasks import TaskSource
 
 

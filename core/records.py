@@ -12,7 +12,8 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 Message = Mapping[str, str]
-Status = Literal["eos", "stop", "length", "aborted"]
+Status = Literal["eos", "stop", "length", "turns", "aborted"]
+"""Why a response ended: its own end token or a stop string, too few tokens left, too many turns, or called off."""
 
 
 class WeightVersion(NamedTuple):
@@ -76,7 +77,8 @@ class Task:
     """One prompt to answer.  ``Task(id="train/0/17", epoch=0, position=17, prompt="634139<", answer="133469")``.
 
     ``prompt`` is text, a list of chat messages, or token ids.  ``completion`` is a demonstration, where the source has one
-    (the ``ce`` stream trains on it).  ``columns`` are the source's other columns, handed to the reward functions.
+    (the ``ce`` stream trains on it); over several turns, texts of the policy and of the environment in turn.  ``columns`` are
+    the source's other columns, handed to the reward functions.
     Which task stands at a position is a pure function of (seed, epoch, position).
     """
 
@@ -85,7 +87,7 @@ class Task:
     position: int
     prompt: str | tuple[Message, ...] | tuple[int, ...]
     answer: str | None = None
-    completion: str | None = None
+    completion: str | tuple[str, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
@@ -98,6 +100,7 @@ class Trajectory:
     ``behaviour_logprobs`` are vLLM's own, of the distribution it sampled from (0.0 on observations).
     ``policy_versions`` sampled the token; ``kv_versions`` is the oldest version among the KV entries it attended to.
     ``rewards`` holds each part by name, unweighted; ``reward`` is the weighted sum.
+    ``text`` is what graders see, the policy's last turn.
 
     Example: prompt ``[1, 9, 4]``, tokens ``[4, 9, 2]``, mask ``[True] * 3``, log-probs ``[-.1, -.2, -.01]``,
     policy versions ``[0.3, 0.3, 0.4]``, KV versions ``[0.3, 0.3, 0.3]``, rewards ``{"exact": 1.0}``, status ``"eos"``.

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from slipstream.core.algorithms import Algo
 from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
+KvOnUpdate = Literal["keep", "recompute"]
+
 
 class Model(Section):
     """The policy."""
@@ -33,8 +35,9 @@ class Model(Section):
 class Data(Section):
     """Where tasks come from.
 
-    ``source``: ``builtin:number_sorting``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet`` file, or a folder saved
-    by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns (``reward_model.ground_truth``) are recognised.
+    ``source``: ``builtin:number_sorting``, ``builtin:guess_number``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet``
+    file, or a folder saved by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns
+    (``reward_model.ground_truth``) are recognised.
     """
 
     source: str
@@ -48,7 +51,10 @@ class Data(Section):
 
 
 class RewardPart(Section):
-    """One reward function: ``exact``, ``regex``, ``math``, ``reasoning_gym``, or ``module:function`` (TRL signature)."""
+    """One reward function: ``exact``, ``regex``, ``math``, ``reasoning_gym``, ``environment``, or ``module:function``.
+
+    ``environment`` is the environment's own score; the user's functions have TRL's signature.
+    """
 
     function: str
     weight: float = 1.0
@@ -95,13 +101,37 @@ class Sampling(Section):
     """How the policy writes.  RL keeps the full support (no top-p, no top-k), so that importance ratios are unbiased."""
 
     temperature: Rate = 1.0
-    max_tokens: Positive = 1024
+    max_tokens: Positive = Field(1024, description="of one turn")
+    top_p: float = Field(1.0, description="only 1: other values cut the support, and are refused")
+    top_k: int = Field(0, description="only 0, all tokens; others are refused likewise")
+    min_tokens: int = Field(0, description="only 0; more would mask the EOS, and is refused likewise")
     stop: list[str] = Field(default_factory=list)
     seeded: bool = Field(False, description="a random stream per sample, the same in every run; costs some throughput")
+
+    @model_validator(mode="after")
+    def _full_support(self) -> Sampling:
+        for name, got, full in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_tokens", self.min_tokens, 0)):
+            if got != full:
+                raise ValueError(
+                    f"{name}: got {got}, expected {full}: it cuts the sampler's support, and ratios are biased unless "
+                    "the learner cuts its own alike; vLLM returns that mask only from model runner V2 (GPU; on CPU it runs "
+                    "V1), and applying it in the learner is not built yet"
+                )
+        return self
+
+
+class Environment(Section):
+    """Who answers the policy: ``single_turn`` (nobody), ``calculator``, ``guess_number``, or the user's ``module:Class``."""
+
+    name: str = "single_turn"
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    max_turns: Positive = Field(8, description="of the policy in one episode; a longer one ends with status `turns`")
+    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the policy is told of the error")
 
 
 class Rollout(Section):
     engines: Positive = 1
+    environment: Environment = Field(default_factory=Environment)
     sampling: Sampling = Field(default_factory=Sampling)
     max_num_seqs: Positive = Field(128, description="requests that one engine decodes at a time")
     kv_cache_gib: Rate = Field(1.0, description="KV cache of one engine; on GPU see gpu_memory_utilization")
@@ -119,7 +149,9 @@ class Schedule(Section):
     lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="loss weight of a token of lag l: lag_decay to the power of l, up to the bound"
     )
-    kv_on_update: Literal["keep"] = Field("keep", description="running requests keep the KV entries of older weights")
+    kv_on_update: KvOnUpdate = Field(
+        "keep", description="KV entries of running requests: kept from older weights, or computed again after every commit"
+    )
     steps: Positive = 100
     groups_per_step: Positive = 8
     group_size: Positive = 8
@@ -222,6 +254,8 @@ class Recipe(Section):
                     "float32 (1 costs nothing, also on one rank)",
                 )
             )
+        if rollout.environment.name == "single_turn" and any(part.function == "environment" for part in self.reward.parts):
+            problems.append(("reward.parts", "environment: single_turn has no score; set rollout.environment.name"))
         limit = self.model.max_length
         if limit is not None and rollout.sampling.max_tokens >= limit and algo.name != "sft":
             problems.append(
