@@ -106,7 +106,8 @@ class OffPolicy:
 
     def drift_weight(self, current_R: Tensor, proximal_R: Tensor) -> Tensor:
         """min(π_θ / π_prox, cap), detached: what brings a term of π_prox, already weighed, to the current policy."""
-        return (current_R - proximal_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=self.cap)
+        ratio_R = (current_R - proximal_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return behaviour_weight(ratio_R, level="token", cap=self.cap)
 
     def judge(self, row: PackedRow, proximal_N: Tensor) -> Verdict:
         """Decide which tokens of the row stay for the whole batch; to be called once, on fixed log-probs."""
