@@ -303,9 +303,14 @@ class Controller:
         every = self.recipe.checkpoint.every
         if every and version.batch % every == 0 and version.batch < self.recipe.schedule.steps:
             await recovery.save(self)
-        last = version.batch == self.recipe.schedule.steps
-        if self.recipe.algo.name != "sft" or last or self.evaluator.due(version.batch):
+        if self._to_be_published(version.batch):
             await self.publisher.start(version, self._loops)
+
+    def _to_be_published(self, batch: int) -> bool:
+        """Whether the engines want these weights: to write with, where they write, or to be evaluated with."""
+        schedule = self.recipe.schedule
+        due = self.recipe.algo.name != "sft" and batch % schedule.publish_every == 0
+        return due or batch == schedule.steps or self.evaluator.due(batch)
 
     async def _confirmed(self, version: WeightVersion) -> None:
         self.pulse.beat()

@@ -152,6 +152,9 @@ class Schedule(Section):
     kv_on_update: KvOnUpdate = Field(
         "keep", description="KV entries of running requests: kept from older weights, or computed again after every commit"
     )
+    publish_every: Positive = Field(
+        1, description="steps between two publications of weights; the engines write with older ones meanwhile"
+    )
     steps: Positive = 100
     groups_per_step: Positive = 8
     group_size: Positive = 8
@@ -242,6 +245,14 @@ class Recipe(Section):
                     "algo.minibatches",
                     f"got {algo.minibatches}, expected at most schedule.groups_per_step = {schedule.groups_per_step}; "
                     "a mini-batch holds whole groups",
+                )
+            )
+        if schedule.publish_every > schedule.max_staleness + 1:
+            problems.append(
+                (
+                    "schedule.publish_every",
+                    f"got {schedule.publish_every}, expected at most max_staleness + 1 = {schedule.max_staleness + 1}: without "
+                    "new weights the engines may not write more than so many batches",
                 )
             )
         if algo.name == "sft" and self.warm_start is not None:

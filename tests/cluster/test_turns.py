@@ -41,7 +41,7 @@ def run(start: Callable[..., Any], workshop: Path) -> Any:
         "reward.parts=[{function: environment}]",
         "rollout.environment={name: 'host:Host', options: {word: cold}, max_turns: 3}",
         "rollout.sampling={max_tokens: 24, stop: ['1', '2', '3', '4', '5', '6']}",
-        "schedule={steps: 4, kv_on_update: recompute}",
+        "schedule={steps: 4, kv_on_update: recompute, publish_every: 2}",
         "monitor.eval.size=14",
     )
     assert command.wait() == 0, command.output()
@@ -57,6 +57,11 @@ def test_the_records_of_the_run_hold(run: Any) -> None:
     assert report.ok, report.problems
     assert run.survivors(20.0) == [] and run.staged() == []
     assert '<span class="observed"' in (run.run / "report.html").read_text()
+
+
+def test_weights_are_published_at_the_start_and_every_second_step(run: Any) -> None:
+    assert [event["version"] for event in run.events("confirmed")] == ["0.0", "0.2", "0.4"]
+    assert len(run.events("commit")) == 4
 
 
 def test_what_the_environment_cannot_answer_fails_its_groups_and_evaluations(run: Any) -> None:

@@ -218,6 +218,13 @@ def test_a_name_presets_the_rest_and_every_part_can_be_set(tmp_path: Path) -> No
     assert (algo.clip_low, algo.clip_high, algo.overlong.filter, algo.overlong.soft) == (0.2, 0.28, False, 0.2)
 
 
+def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:
+    """With η = 2 there are slots for three batches: a fourth would wait for a publication that waits for it."""
+    load_recipe([write(tmp_path, GOOD + "schedule: {max_staleness: 2, publish_every: 3}\n")])
+    found = only(tmp_path, GOOD + "schedule: {max_staleness: 2, publish_every: 4}\n")
+    assert "schedule.publish_every: got 4, expected at most max_staleness + 1 = 3" in found
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_holds_and_its_resolved_recipe_loads_again(tmp_path: Path, name: str) -> None:
     recipe = load_recipe([write(tmp_path, GOOD)], [f"algo.name={name}"])
