@@ -140,6 +140,12 @@ class Rollout(Section):
     enforce_eager: bool = Field(True, description="no graph capture; on GPU false is faster and starts later")
     prefix_caching: bool = True
 
+    @property
+    def response_tokens(self) -> int:
+        """The most that the policy writes into one response, over all turns."""
+        turns = 1 if self.environment.name == "single_turn" else self.environment.max_turns
+        return self.sampling.max_tokens * turns
+
 
 class Schedule(Section):
     """How far the rollouts may run ahead.  ``max_staleness: 0`` is the synchronous algorithm."""

@@ -218,6 +218,13 @@ def test_a_name_presets_the_rest_and_every_part_can_be_set(tmp_path: Path) -> No
     assert (algo.clip_low, algo.clip_high, algo.overlong.filter, algo.overlong.soft) == (0.2, 0.28, False, 0.2)
 
 
+def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None:
+    """What ``constant`` divides by and ``overlong.soft`` measures: 10 tokens a turn, and 3 turns where somebody answers."""
+    rollout = "rollout: {{sampling: {{max_tokens: 10}}, environment: {{name: {}, max_turns: 3}}}}\n"
+    found = [load_recipe([write(tmp_path, GOOD + rollout.format(name))]) for name in ("single_turn", "calculator")]
+    assert [recipe.rollout.response_tokens for recipe in found] == [10, 30]
+
+
 def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:
     """With η = 2 there are slots for three batches: a fourth would wait for a publication that waits for it."""
     load_recipe([write(tmp_path, GOOD + "schedule: {max_staleness: 2, publish_every: 3}\n")])
