@@ -131,8 +131,10 @@ class RolloutActor:
         self._open.callback(self._stager.close)
         return ray.get_runtime_context().get_node_id()
 
-    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
-        return await self._groups.sample(task, prompt_ids, dispatched, size)
+    async def sample(
+        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, abortable: bool = True
+    ) -> Group:
+        return await self._groups.sample(task, prompt_ids, dispatched, size, abortable=abortable)
 
     async def abort_before(self, oldest: WeightVersion) -> None:
         self._groups.abort_before(oldest)

@@ -37,7 +37,7 @@ def assemble(
 
     ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
     """
-    algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.rollout.response_tokens
+    algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.response_tokens
     if kl_of_sample is not None:
         kl = kl_of_sample
         groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl[t.sample_id]) for group in groups]
@@ -108,7 +108,7 @@ def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe:
     masks = [
         [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
     ]
-    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.rollout.response_tokens)
+    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.response_tokens)
     decay = recipe.schedule.lag_decay
     lags = [lags_of(t, version) for t in trajectories]
     decayed = [[w * decay**n if w else 0.0 for w, n in zip(*pair, strict=True)] for pair in zip(shares, lags, strict=True)]

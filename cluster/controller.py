@@ -125,6 +125,8 @@ class Controller:
             self.usage.begin(await self.fleet.stats())
             await (self._imitate() if self.recipe.algo.name == "sft" else self._reinforce())
             await self.publisher.finish()
+            if self.flow.confirmed < self.flow.learner and not self._stopping:
+                await self.publisher.publish(self.flow.learner)
             self.stage = "saving"
             await recovery.save(self)
             if self._stopping:
@@ -310,7 +312,7 @@ class Controller:
         """Whether the engines want these weights: to write with, where they write, or to be evaluated with."""
         schedule = self.recipe.schedule
         due = self.recipe.algo.name != "sft" and batch % schedule.publish_every == 0
-        return due or batch == schedule.steps or self.evaluator.due(batch)
+        return due or self.evaluator.due(batch)
 
     async def _confirmed(self, version: WeightVersion) -> None:
         self.pulse.beat()

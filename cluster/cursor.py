@@ -39,6 +39,11 @@ class Cursor:
             "or lower rollout.sampling.max_tokens"
         )
 
+    @property
+    def size(self) -> int:
+        """Tasks of one epoch."""
+        return len(self._source)
+
     def skip(self) -> None:
         """Count a task that ``next`` gave, or would have given, as too long."""
         self.skipped += 1

@@ -99,7 +99,8 @@ class Evaluator:
         async with self._gate:
             version = self._flow.confirmed
             try:
-                group: Group = await self._fleet.sample(self._fleet.pick(version), task, prompt_ids, version, 1)
+                member = self._fleet.pick(version)
+                group: Group = await self._fleet.sample(member, task, prompt_ids, version, 1, abortable=False)
             except GroupFailed:
                 return None
             finally:

@@ -30,13 +30,19 @@ class Imitation:
         observations.  Raises ValueError if a task has no demonstration.
         """
         turns: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        found = 0
+        found = misses = 0
         while found < count and (entry := self._cursor.next()) is not None:
             try:
                 turns += [(f"{entry[0].id}/turn{i}", *turn) for i, turn in enumerate(self._encoder.demonstration(entry[0]))]
                 found += 1
+                misses = 0
             except PromptTooLong:
                 self._cursor.skip()
+                misses += 1
+                if misses >= self._cursor.size:
+                    raise ValueError(
+                        f"data: not one of {self._cursor.size} demonstrations fits behind its prompt; raise model.max_length"
+                    ) from None
         if not found:
             return None
         metrics = await self._learners.train(assemble_demonstrations(turns, version, self._algo.minibatches))

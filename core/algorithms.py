@@ -87,11 +87,11 @@ class Correction(Section):
 
 
 class Overlong(Section):
-    """Responses that reach ``rollout.sampling.max_tokens`` (DAPO)."""
+    """Responses that are cut off, or come close to the most that they may have (DAPO)."""
 
     filter: bool = Field(False, description="they get no loss weight; their rewards still count in the group's statistics")
     soft: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="share of max_tokens over which the reward falls by 1, reached at the limit"
+        None, description="share of the limit (max_tokens × turns, or the context) over which the reward falls by 1"
     )
 
 
@@ -163,6 +163,9 @@ class Algo(Section):
             found.append(
                 ("algo.max_inner_kl", "there is one step per batch, and nothing to stop; raise algo.epochs or remove it")
             )
+        elif self.max_inner_kl is not None and self.proximal == "loglinear":
+            why = "its π_prox moves with the policy and hides the drift; use proximal: recompute"
+            found.append(("algo.max_inner_kl", f"does not go with algo.proximal: loglinear: {why}"))
         if self.name == "sft" and self.kl.coefficient:
             found.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
         return found

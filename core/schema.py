@@ -13,6 +13,8 @@ from slipstream.core.algorithms import Algo
 from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 KvOnUpdate = Literal["keep", "recompute"]
+WITHOUT_SCORE = ("single_turn", "calculator")
+"""Built-in environments that cannot be the reward ``environment``."""
 
 
 class Model(Section):
@@ -140,12 +142,6 @@ class Rollout(Section):
     enforce_eager: bool = Field(True, description="no graph capture; on GPU false is faster and starts later")
     prefix_caching: bool = True
 
-    @property
-    def response_tokens(self) -> int:
-        """The most that the policy writes into one response, over all turns."""
-        turns = 1 if self.environment.name == "single_turn" else self.environment.max_turns
-        return self.sampling.max_tokens * turns
-
 
 class Schedule(Section):
     """How far the rollouts may run ahead.  ``max_staleness: 0`` is the synchronous algorithm."""
@@ -230,6 +226,12 @@ class Recipe(Section):
     monitor: Monitor = Field(default_factory=Monitor)
     cluster: Cluster = Field(default_factory=Cluster)
 
+    @property
+    def response_tokens(self) -> int:
+        """The most that the policy writes into one response, over all turns."""
+        turns = 1 if self.rollout.environment.name == "single_turn" else self.rollout.environment.max_turns
+        return min(self.rollout.sampling.max_tokens * turns, self.model.max_length or 2**31)
+
     def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
         problems = self.algo.problems()
@@ -245,6 +247,10 @@ class Recipe(Section):
         if algo.name != "sft" and algo.advantage not in ("reinforce", "reinforce_pp") and schedule.group_size < 2:
             compares = f"algo.advantage {algo.advantage} compares siblings"
             problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
+        elif algo.name != "sft" and schedule.group_size * schedule.groups_per_step < 2:
+            problems.append(
+                ("schedule.groups_per_step", f"got 1 group of 1, but algo.advantage {algo.advantage} compares samples")
+            )
         if algo.minibatches > schedule.groups_per_step and algo.name != "sft":
             problems.append(
                 (
@@ -271,8 +277,17 @@ class Recipe(Section):
                     "float32 (1 costs nothing, also on one rank)",
                 )
             )
-        if rollout.environment.name == "single_turn" and any(part.function == "environment" for part in self.reward.parts):
-            problems.append(("reward.parts", "environment: single_turn has no score; set rollout.environment.name"))
+        environment = rollout.environment
+        if environment.name in WITHOUT_SCORE and any(part.function == "environment" for part in self.reward.parts):
+            problems.append(("reward.parts", f"environment: {environment.name} has no score; use another reward function"))
+        if environment.max_turns * environment.timeout_s >= self.cluster.stall_timeout_s and environment.name != "single_turn":
+            problems.append(
+                (
+                    "cluster.stall_timeout_s",
+                    f"got {self.cluster.stall_timeout_s:g} s, expected more than rollout.environment.max_turns · timeout_s = "
+                    f"{environment.max_turns * environment.timeout_s:g} s: an episode may take so long",
+                )
+            )
         limit = self.model.max_length
         if limit is not None and rollout.sampling.max_tokens >= limit and algo.name != "sft":
             problems.append(

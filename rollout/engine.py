@@ -168,6 +168,7 @@ class Engine:
             stop=stop or None,
             stop_token_ids=sorted(self._eos_ids),
             detokenize=bool(stop),
+            include_stop_str_in_output=True,  # the text is what the token ids spell
             seed=seed,
             logprobs=0,
             flat_logprobs=True,

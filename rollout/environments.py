@@ -93,6 +93,8 @@ class Environments:
         def call() -> None:
             try:
                 done.set_result(function(completion))
+            except StopIteration as error:  # which no future can hold
+                done.set_exception(RuntimeError(f"StopIteration: {error}"))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is awaited
                 done.set_exception(error)
 

@@ -45,15 +45,18 @@ class GroupSampler:
         self._running: dict[str, tuple[asyncio.Task[list[Trajectory]], list[Episode]]] = {}
         self._aborted: set[str] = set()
 
-    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
-        """``size`` graded siblings of ``task``.
+    async def sample(
+        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, *, abortable: bool = True
+    ) -> Group:
+        """``size`` graded siblings of ``task``; ``abort_before`` concerns those that are ``abortable``.
 
         Raises GroupFailed if an environment or the grader fails, EngineFailed if the engine does, GroupAborted after
         ``abort_before``.
         """
         episodes: list[Episode] = []
         siblings = asyncio.ensure_future(self._siblings(task, prompt_ids, size, episodes))
-        self._running[task.id] = (siblings, episodes)
+        if abortable:
+            self._running[task.id] = (siblings, episodes)
         try:
             trajectories = await siblings
         except asyncio.CancelledError:
@@ -62,7 +65,7 @@ class GroupSampler:
             siblings.cancel()
             raise
         finally:
-            del self._running[task.id]
+            self._running.pop(task.id, None)
             self._aborted.discard(task.id)
         graded = await self._rewards.grade(task, trajectories)
         return Group(task=task, dispatched=dispatched, trajectories=tuple(graded))

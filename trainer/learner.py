@@ -129,7 +129,7 @@ class Learner:
                 ratio_tops += tops
             stops = self._drifted(sums) and step + 1 < inner_steps
             if self.recipe.algo.max_inner_kl is not None:
-                parts.append({"offpolicy/early_stops": Sum(stops)})
+                parts.append({"offpolicy/early_stops": Sum(float(stops))})
             if stops:
                 break
         rejected_tokens = 0.0

@@ -100,7 +100,7 @@ class Objective:
             assert anchors.reference_N is not None, "a KL term in the loss needs reference log-probabilities"
             reference_R = anchors.reference_N[rl]
             if self.kl.importance:
-                weight_R = weight_R * behaviour_weight_R * self.offpolicy.drift_weight(current_R, proximal_R)
+                weight_R = weight_R * self.offpolicy.kl_weight(current_R, row.behaviour_N[rl])
             penalty = self.kl.coefficient * (weight_R * kl.kl_loss(logprobs_R, reference_R, self.kl.estimator)).sum()  # type: ignore[arg-type]
             loss = loss + penalty
             sums |= {

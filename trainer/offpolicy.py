@@ -104,9 +104,9 @@ class OffPolicy:
         }
         return weight_R, sums, ratio_R.max()
 
-    def drift_weight(self, current_R: Tensor, proximal_R: Tensor) -> Tensor:
-        """min(π_θ / π_prox, cap), detached: what brings a term of π_prox, already weighed, to the current policy."""
-        ratio_R = (current_R - proximal_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    def kl_weight(self, current_R: Tensor, behaviour_R: Tensor) -> Tensor:
+        """min(π_θ / π_b, cap) per token, detached: a KL to the reference is one over the current policy's own samples."""
+        ratio_R = (current_R - behaviour_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return behaviour_weight(ratio_R, level="token", cap=self.cap)
 
     def judge(self, row: PackedRow, proximal_N: Tensor) -> Verdict:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.supervised import Imitation
@@ -45,3 +47,14 @@ def test_every_turn_is_a_sequence_whose_prompt_is_all_before_it() -> None:
     for sample in samples:
         assert sample.ce == (1.0, 1.0) and sample.prompt_length == len(sample.input_ids) - 2  # a digit and the EOS
     assert batch.ce_denominators == (2.0 * len(samples),)
+
+
+def test_demonstrations_that_never_fit_end_the_run_instead_of_holding_it_up() -> None:
+    """Without a limit of epochs: the prompts of five ids fit into six, no turn of two ids fits behind them."""
+    data = Data(source="builtin:guess_number", options={"size": 40, "demonstrations": "clean"})
+    recipe = Recipe.model_validate({"name": "t", "model": {"path": "builtin:tiny"}, "data": data.model_dump()})
+    encoder = PromptEncoder(tiny_tokenizer(), max_length=6)
+    cursor, learners = Cursor(open_source(data, 0, "train"), encoder, None), cast(Any, Kept())
+    with pytest.raises(ValueError, match="not one of 40 demonstrations fits"):
+        asyncio.run(Imitation(recipe, cursor, encoder, learners).step(4, WeightVersion(0, 0)))
+    assert cursor.skipped == 40

@@ -222,7 +222,31 @@ def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None
     """What ``constant`` divides by and ``overlong.soft`` measures: 10 tokens a turn, and 3 turns where somebody answers."""
     rollout = "rollout: {{sampling: {{max_tokens: 10}}, environment: {{name: {}, max_turns: 3}}}}\n"
     found = [load_recipe([write(tmp_path, GOOD + rollout.format(name))]) for name in ("single_turn", "calculator")]
-    assert [recipe.rollout.response_tokens for recipe in found] == [10, 30]
+    assert [recipe.response_tokens for recipe in found] == [10, 30]
+    short = load_recipe([write(tmp_path, GOOD + rollout.format("calculator"))], ["model.max_length=24"])
+    assert short.response_tokens == 24, "and never more than the context"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward: {parts: [{function: environment}]}", "reward.parts: environment: single_turn has no score"),
+        (
+            "algo: {name: reinforce}\nschedule: {group_size: 1, groups_per_step: 1}",
+            "schedule.groups_per_step: got 1 group of 1",
+        ),
+        (
+            "rollout: {environment: {name: calculator, max_turns: 30}}",
+            "cluster.stall_timeout_s: got 600 s, expected more than rollout.environment.max_turns · timeout_s = 900 s",
+        ),
+        (
+            "algo: {epochs: 2, proximal: loglinear, max_inner_kl: 0.1}",
+            "algo.max_inner_kl: does not go with algo.proximal: loglinear",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in only(tmp_path, f"{GOOD}{text}\n")
 
 
 def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:

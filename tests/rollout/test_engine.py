@@ -193,6 +193,7 @@ def test_stop_strings_end_a_response(tiny: Running) -> None:
     tiny.engine._sampling = tiny.rollout.sampling
     stopped = [a for a in answers if a.finish == "stop"]
     assert stopped and all(a.token_ids[-1] == seven and seven not in a.token_ids[:-1] for a in stopped)
+    assert all(a.text.endswith("7") for a in stopped), "the text is what the token ids spell"
     assert all(seven not in a.token_ids for a in answers if a.finish != "stop")
     assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in answers)
 

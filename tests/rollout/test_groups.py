@@ -109,3 +109,25 @@ def test_a_group_is_called_off_by_its_oldest_turn(tmp_path: Path, where: str) ->
         assert not engine.admitted
 
     asyncio.run(story())
+
+
+def test_an_evaluation_is_not_called_off() -> None:
+    """Its requests are outside the bound: what they are asked for is the version of their own beginning."""
+    engine = Recorded(lambda request: ())
+    groups = sampler(engine, "guess_number")
+    task = Task(id="eval/1@4", epoch=0, position=0, prompt="1-7?", answer="2")
+
+    async def story() -> None:
+        running = asyncio.ensure_future(groups.sample(task, (1, 5), V3, 1, abortable=False))
+        while not engine.admitted:
+            await asyncio.sleep(0)
+        groups.abort_before(V4)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not running.done()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not engine.admitted
+
+    asyncio.run(story())

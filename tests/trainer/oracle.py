@@ -250,7 +250,8 @@ def backward(
         for k in mine if rule.loss == "gspo" else [t]:  # the ratio of a sequence depends on all of its tokens alike
             slopes[k] += surrogate / (len(mine) if rule.loss == "gspo" else 1)
         # The gradient of KL(π ‖ reference), with which k3's value travels, weighed as a sample of the current policy.
-        penalty = KL_COEFFICIENT * (logprobs[t] - anchor[t]) * weight * min(math.exp(drift[t]), CAP)
+        importance = min(math.exp(max(min(logprobs[t] - sample.behaviour_logprobs[t], 20.0), -20.0)), CAP)
+        penalty = KL_COEFFICIENT * (logprobs[t] - anchor[t]) * importance
         slopes[t] += share_of_loss * penalty
     total = (torch.tensor(slopes) * current).sum()
     if any(sample.ce):

@@ -1,4 +1,4 @@
-"""What needs no learner: how a term of the proximal policy is brought to the current one."""
+"""What needs no learner: how a KL term is weighed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from slipstream.core.algorithms import Algo, Correction
 from slipstream.trainer.offpolicy import OffPolicy
 
 
-@pytest.mark.parametrize(("cap", "expected"), [(2.0, [0.5, 1.0, 2.0]), (None, [0.5, 1.0, 3.0])])
-def test_the_drift_within_a_batch_is_truncated_like_the_behaviour_weight(cap: float | None, expected: list[float]) -> None:
-    """π_θ / π_prox of 1/2, 1 and 3, capped at 2 or not at all."""
-    offpolicy = OffPolicy(Algo(correction=Correction(cap=cap)))
-    current_R = torch.tensor([math.log(0.5), 0.0, math.log(3.0)])
-    assert offpolicy.drift_weight(current_R, torch.zeros(3)).tolist() == pytest.approx(expected)
+@pytest.mark.parametrize(("cap", "expected"), [(2.0, [0.5, 1.0, 2.0]), (None, [0.5, 1.0, 9.0])])
+def test_a_kl_term_is_weighed_by_the_current_policy_over_the_sampler(cap: float | None, expected: list[float]) -> None:
+    """π_θ / π_b of 1/2, 1 and 9, truncated once, whatever becomes of the policy loss (here: no weight at all)."""
+    offpolicy = OffPolicy(Algo(correction=Correction(weight="none", cap=cap)))
+    behaviour_R = torch.tensor([-1.0, -2.0, -3.0])
+    current_R = behaviour_R + torch.tensor([math.log(0.5), 0.0, math.log(9.0)])
+    assert offpolicy.kl_weight(current_R, behaviour_R).tolist() == pytest.approx(expected)
