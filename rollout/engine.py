@@ -203,7 +203,8 @@ class Engine:
             self._check_alive()
             try:
                 start = time.perf_counter()
-                await self._llm.pause_generation(mode="keep", clear_cache=self._recompute)
+                # The engine core's own call: AsyncLLM.pause_generation sleeps 20 ms after it, for the order of events only.
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
                 loading = time.perf_counter()
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
