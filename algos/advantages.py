@@ -1,4 +1,4 @@
-"""Advantages of whole responses from the rewards of their siblings.
+"""Advantages of whole responses from the rewards of a batch.
 
 Sizes: ``G`` siblings of a group.  Plain floats: a batch has hundreds of rewards, not millions.
 """
@@ -6,65 +6,108 @@ Sizes: ``G`` siblings of a group.  Plain floats: a batch has hundreds of rewards
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
-from typing import Literal
-
-Kind = Literal["grpo", "rloo", "reinforce"]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards which differ by rounding only do not become advantages of ±1."""
 
-
-def group_advantages(rewards_G: Sequence[float], *, kind: Kind, scale_by_std: bool) -> list[float]:
-    """Advantages ``[G]`` of one group; every sibling counts in its statistics, whatever the staleness of its tokens.
-
-    - ``grpo``: (r − mean) / (std + 1e-6) with the population standard deviation (Shao et al. 2024, arXiv 2402.03300), or
-      r − mean without ``scale_by_std`` (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783).
-    - ``rloo``: r − mean of the other siblings, which is G / (G − 1) · (r − mean) (Ahmadian et al. 2024, arXiv 2402.14740).
-    - ``reinforce``: the reward itself; ``batch_advantages`` subtracts the baseline, which is not the group's.
-
-    ``scale_by_std`` concerns ``grpo`` only.  ``[1, 0, 0, 0]`` gives 0.75 and −0.25 for Dr.GRPO and 1 and −1/3 for ``rloo``.
-    Equal rewards (and a group of one) give exact zeros for ``grpo`` and ``rloo``.
-    Raises ValueError for rewards that are not finite or an unknown ``kind``.
-    """
-    _require_finite([rewards_G])
-    if kind == "reinforce":
-        return [float(r) for r in rewards_G]
-    if not has_signal(rewards_G, kind):
-        return [0.0] * len(rewards_G)
-    mean = fmean(rewards_G)
-    if kind == "rloo":
-        scale = len(rewards_G) / (len(rewards_G) - 1)
-    else:
-        scale = 1 / (pstdev(rewards_G) + STD_EPSILON) if scale_by_std else 1.0
-    return [scale * (r - mean) for r in rewards_G]
+Rewards = Sequence[Sequence[float]]
+"""The rewards of a batch by group; every sibling counts in the statistics, whatever the staleness of its tokens."""
 
 
-def batch_advantages(rewards_by_group: Sequence[Sequence[float]], *, kind: Kind, scale_by_std: bool) -> list[list[float]]:
-    """Advantages of every group of a batch, in the shape of ``rewards_by_group``.
+def grpo(rewards: Rewards) -> list[list[float]]:
+    """(r − mean) / (std + 1e-6) of the group, population standard deviation: Shao et al. 2024, arXiv 2402.03300."""
+    return [_standardised(rewards_G) for rewards_G in rewards]
 
-    ``grpo`` and ``rloo`` look at one group at a time; ``reinforce`` subtracts the mean reward over the whole batch.
+
+def dr_grpo(rewards: Rewards) -> list[list[float]]:
+    """r − mean of the group: Liu et al. 2025 (Dr.GRPO), arXiv 2503.20783."""
+    return [_centred(rewards_G) for rewards_G in rewards]
+
+
+def rloo(rewards: Rewards) -> list[list[float]]:
+    """r − mean of the other siblings, G / (G − 1) · (r − mean): Ahmadian et al. 2024, arXiv 2402.14740."""
+    return [[len(rewards_G) / max(len(rewards_G) - 1, 1) * a for a in _centred(rewards_G)] for rewards_G in rewards]
+
+
+def reinforce(rewards: Rewards) -> list[list[float]]:
+    """r − mean of the batch."""
+    return _whole(rewards, _centred)
+
+
+def reinforce_pp(rewards: Rewards) -> list[list[float]]:
+    """(r − mean) / (std + 1e-6) of the batch, over samples: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262."""
+    return _whole(rewards, _standardised)
+
+
+def reinforce_pp_baseline(rewards: Rewards) -> list[list[float]]:
+    """r − mean of the group, then standardised over the batch: REINFORCE++ with baseline, same paper."""
+    return _whole(dr_grpo(rewards), _standardised)
+
+
+ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+"""Those that compare siblings: a group of equal rewards, or of one, gives them nothing."""
+
+
+def batch_advantages(rewards: Rewards, kind: str) -> list[list[float]]:
+    """Advantages of every response of a batch, in the shape of ``rewards``.
+
+    ``[[1, 0, 0, 0]]`` gives 0.75 and −0.25 for ``dr_grpo``, 1 and −1/3 for ``rloo``.  Equal rewards (of a group, or of the
+    batch, as the kind has it) give exact zeros.
     Raises ValueError for rewards that are not finite, all of them named by group and sample, or an unknown ``kind``.
     """
-    _require_finite(rewards_by_group)
-    advantages = [group_advantages(rewards_G, kind=kind, scale_by_std=scale_by_std) for rewards_G in rewards_by_group]
-    flat = [reward for rewards_G in rewards_by_group for reward in rewards_G]
-    baseline = fmean(flat) if kind == "reinforce" and flat else 0.0
-    return [[advantage - baseline for advantage in advantages_G] for advantages_G in advantages]
+    _require_finite(rewards)
+    return _known(kind)(rewards)
 
 
-def has_signal(rewards_G: Sequence[float], kind: Kind) -> bool:
-    """Whether the group can move the policy: False where ``grpo`` or ``rloo`` would give advantages of zero throughout."""
-    if kind not in ("grpo", "rloo", "reinforce"):
-        raise ValueError(f"kind of advantage: got {kind!r}, expected 'grpo', 'rloo' or 'reinforce'")
-    return kind == "reinforce" or len(set(rewards_G)) > 1
+def has_signal(rewards_G: Sequence[float], kind: str) -> bool:
+    """Whether the group can move the policy: False where advantages ``OF_GROUPS`` would be zero throughout.
+
+    Raises ValueError for an unknown ``kind``.
+    """
+    _known(kind)
+    return kind not in OF_GROUPS or len(set(rewards_G)) > 1
 
 
-def _require_finite(rewards_by_group: Sequence[Sequence[float]]) -> None:
+def _known(kind: str) -> Callable[[Rewards], list[list[float]]]:
+    if kind not in ADVANTAGES:
+        raise ValueError(f"kind of advantage: got {kind!r}, expected one of {', '.join(ADVANTAGES)}")
+    return ADVANTAGES[kind]
+
+
+def _centred(rewards_N: Sequence[float]) -> list[float]:
+    if len(set(rewards_N)) < 2:  # exact zeros: the mean of three times 0.1 is not 0.1
+        return [0.0] * len(rewards_N)
+    mean = fmean(rewards_N)
+    return [r - mean for r in rewards_N]
+
+
+def _standardised(rewards_N: Sequence[float]) -> list[float]:
+    if len(rewards_N) < 2:
+        return [0.0] * len(rewards_N)
+    scale = 1 / (pstdev(rewards_N) + STD_EPSILON)
+    return [scale * a for a in _centred(rewards_N)]
+
+
+def _whole(rewards: Rewards, function: Callable[[Sequence[float]], list[float]]) -> list[list[float]]:
+    """``function`` of all rewards of the batch, cut into groups again."""
+    flat = iter(function([r for rewards_G in rewards for r in rewards_G]))
+    return [[next(flat) for _ in rewards_G] for rewards_G in rewards]
+
+
+def _require_finite(rewards: Rewards) -> None:
     problems = [
         f"group {g} sample {s}: {reward}"
-        for g, rewards_G in enumerate(rewards_by_group)
+        for g, rewards_G in enumerate(rewards)
         for s, reward in enumerate(rewards_G)
         if not math.isfinite(reward)
     ]

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.algos.sequences import sequence_sum
+
 Mode = Literal["token_mean", "sequence_mean", "constant"]
 
 
@@ -42,3 +48,29 @@ def token_weights(mode: Mode, masks: Sequence[Sequence[bool]], *, max_tokens: in
         "constant": len(masks) * max_tokens,
     }
     return weights, float(denominators[mode])
+
+
+def reduce_to_kept(
+    mode: Mode, weights_T: Float[Tensor, " T"], kept_T: Bool[Tensor, " T"], sequence_T: Int[Tensor, " T"]
+) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
+    """``(weights_T, share)`` once some of the tokens of ``token_weights`` have been rejected: they leave the denominator too.
+
+    All ``T`` tokens had weight before; the new denominator is the sum of ``share`` over all rows and ranks.
+
+    ==================  =======================================  ================================
+    mode                weight of a kept token                   share of these tokens
+    ==================  =======================================  ================================
+    ``token_mean``      as it was                                kept tokens
+    ``sequence_mean``   × tokens / kept tokens of its sequence   sequences with a kept token
+    ``constant``        as it was                                0: the denominator stays
+    ==================  =======================================  ================================
+    """
+    kept = kept_T.to(weights_T.dtype)
+    weights_T = weights_T * kept
+    if mode == "token_mean":
+        return weights_T, kept.sum()
+    if mode == "constant":
+        return weights_T, kept.new_zeros(())
+    of_sequence_T = sequence_sum(kept, sequence_T)
+    rescale_T = sequence_sum(torch.ones_like(kept), sequence_T) / of_sequence_T.clamp(min=1)
+    return weights_T * rescale_T, (kept / of_sequence_T.clamp(min=1)).sum()

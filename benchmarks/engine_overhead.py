@@ -49,7 +49,7 @@ def recipe_of(groups: int) -> Recipe:
 
 
 def prompts_of(recipe: Recipe, model: Path) -> Prompts:
-    from slipstream.rollout.environment import PromptEncoder
+    from slipstream.rollout.prompts import PromptEncoder
     from slipstream.rollout.tasks import open_source
     from slipstream.trainer.model import load_tokenizer
 
@@ -70,8 +70,10 @@ async def sides_of(recipe: Recipe, model: Path, prompts: Prompts) -> tuple[list[
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.rollout.engine import Engine, engine_args
-    from slipstream.rollout.environment import PromptEncoder
+    from slipstream.rollout.environment import Limits
+    from slipstream.rollout.environments import Environments
     from slipstream.rollout.groups import GroupSampler
+    from slipstream.rollout.prompts import PromptEncoder
     from slipstream.rollout.rewards import Rewards
     from slipstream.trainer.model import eos_token_ids, load_tokenizer
 
@@ -81,10 +83,12 @@ async def sides_of(recipe: Recipe, model: Path, prompts: Prompts) -> tuple[list[
     await llm.update_weight_version(str(VERSION))
     gc.collect()
     gc.freeze()  # as Engine.start does
-    decode, rewards = PromptEncoder(load_tokenizer(model)).decode, Rewards(recipe.reward)
+    encoder, rewards = PromptEncoder(load_tokenizer(model)), Rewards(recipe.reward)
+    environments = Environments(recipe.rollout.environment)
 
     def ours(max_tokens: int, seed: int | None = None) -> Round:
-        sampler = GroupSampler(engine, decode, rewards, seed=seed, max_tokens=max_tokens, max_length=max_length)
+        limits = Limits(max_tokens=max_tokens, max_turns=1, max_length=max_length)
+        sampler = GroupSampler(engine, encoder, environments, rewards, seed=seed, limits=limits)
 
         async def run(number: int) -> int:
             groups = await asyncio.gather(*(sampler.sample(renamed(t, number), p, VERSION, GROUP_SIZE) for t, p in prompts))

@@ -184,7 +184,7 @@ def run_trl(name: str, workload: Workload, model: Path, repetition: int, way: Wa
 
 def rows_of(recipe: Any, model: Path) -> list[dict[str, str]]:
     """The recipe's tasks as TRL takes them; the prompt is text that tokenizes to the ids that our policy sees."""
-    from slipstream.rollout.environment import PromptEncoder
+    from slipstream.rollout.prompts import PromptEncoder
     from slipstream.rollout.tasks import open_source
     from slipstream.trainer.model import load_tokenizer
 

@@ -84,12 +84,14 @@ class RolloutActor:
     ) -> str:
         """Load everything; returns the id of the node, since weights are staged once per node.
 
-        Raises ValueError where a reward function cannot be imported, or lacks what it needs in ``first_task``.
+        Raises ValueError where a reward function or the environment cannot be imported, or ``first_task`` lacks what they need.
         """
         redirect_output(Path(place.logs) / f"engine-{index}.log")
         from slipstream.rollout.engine import Engine
-        from slipstream.rollout.environment import PromptEncoder
+        from slipstream.rollout.environment import Limits
+        from slipstream.rollout.environments import Environments
         from slipstream.rollout.groups import GroupSampler
+        from slipstream.rollout.prompts import PromptEncoder
         from slipstream.rollout.rewards import Rewards
         from slipstream.rollout.weights import Stager
         from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer
@@ -97,7 +99,12 @@ class RolloutActor:
         self._rewards = Rewards(recipe.reward, Path(place.search_path))
         self._open.callback(self._rewards.close)
         await self._rewards.start(first_task)
+        environments = Environments(recipe.rollout.environment, Path(place.search_path))
+        environments.check(first_task)
         path = Path(model_path)
+        encoder = PromptEncoder(load_tokenizer(path), chat=recipe.data.chat)
+        if recipe.rollout.environment.name != "single_turn":
+            encoder.observation(first_task, "?", ())  # or a chat template that cannot go on fails here
         limit = recipe.model.max_length or context_length(path)
         self._engine = await Engine.start(
             path,
@@ -108,23 +115,26 @@ class RolloutActor:
             seed=(recipe.seed * 1_000_003 + version.attempt * 1009 + index) % 2**31,
             version=version,
             transport=transport,
+            kv_on_update=recipe.schedule.kv_on_update,
         )
         self._open.callback(self._engine.shutdown)
         sampling = recipe.rollout.sampling
         self._groups = GroupSampler(
             self._engine,
-            PromptEncoder(load_tokenizer(path)).decode,
+            encoder,
+            environments,
             self._rewards,
             seed=recipe.seed if sampling.seeded else None,
-            max_tokens=sampling.max_tokens,
-            max_length=limit,
+            limits=Limits(max_tokens=sampling.max_tokens, max_turns=recipe.rollout.environment.max_turns, max_length=limit),
         )
         self._stager = Stager(place.run_id)
         self._open.callback(self._stager.close)
         return ray.get_runtime_context().get_node_id()
 
-    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
-        return await self._groups.sample(task, prompt_ids, dispatched, size)
+    async def sample(
+        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, abortable: bool = True
+    ) -> Group:
+        return await self._groups.sample(task, prompt_ids, dispatched, size, abortable=abortable)
 
     async def abort_before(self, oldest: WeightVersion) -> None:
         self._groups.abort_before(oldest)

@@ -37,23 +37,24 @@ def assemble(
 
     ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
     """
-    algo, bound = recipe.algo, recipe.schedule.max_staleness
+    algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.response_tokens
     if kl_of_sample is not None:
-        groups = [_penalised(group, algo.kl.coefficient, kl_of_sample) for group in groups]
-    rewards = [[t.reward for t in group.trajectories] for group in groups]
-    advantages = batch_advantages(rewards, kind=algo.name, scale_by_std=algo.scale_by_std)  # type: ignore[arg-type]
+        kl = kl_of_sample
+        groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl[t.sample_id]) for group in groups]
+    if (soft := algo.overlong.soft) is not None:
+        groups = [_adjusted(group, "overlong", 1.0, lambda t: overlong_reward(t, max_tokens, soft)) for group in groups]
+    advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
     denominators: list[float] = []
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
-        masks = [loss_mask(t, version, bound) for _, t, _ in pairs]
-        weights, denominator = token_weights(algo.reduction, masks, max_tokens=recipe.rollout.sampling.max_tokens)
-        kept = [(t, a, w) for (_, t, a), w, mask in zip(pairs, weights, masks, strict=True) if any(mask)]
-        minibatches.append(tuple(_rl_sample(t, a, w) for t, a, w in kept))
+        weights, denominator = _weights([t for _, t, _ in pairs], version, recipe)
+        stamped = list(zip(pairs, weights, strict=True))
+        minibatches.append(tuple(_rl_sample(t, a, w, lags_of(t, version)) for (_, t, a), w in stamped if any(w)))
         denominators.append(denominator)
-        records += [sample_record(g, t, a, w, version) for (g, t, a), w in zip(pairs, weights, strict=True)]
+        records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
@@ -84,6 +85,43 @@ def loss_mask(trajectory: Trajectory, version: WeightVersion, bound: int) -> lis
     ]
 
 
+def lags_of(trajectory: Trajectory, version: WeightVersion) -> tuple[int, ...]:
+    """Lag of each response token [L] for the learner at ``version``, in committed batches.
+
+    Attempts do not enter: a resume goes on from the batch that it was saved at, and refuses what was sampled after that.
+    """
+    return tuple(version.batch - sampled.batch for sampled in trajectory.policy_versions)
+
+
+def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> float:
+    """0 up to (1 − ``soft``) · ``max_tokens`` written tokens, then falling in a line to −1 at ``max_tokens``.
+
+    Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13, with L_cache = ``soft`` · L_max.
+    """
+    room = soft * max_tokens
+    return -min(max((sum(trajectory.loss_mask) - (max_tokens - room)) / room, 0.0), 1.0)
+
+
+def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe: Recipe) -> tuple[list[list[float]], float]:
+    """RL weights of the responses of one mini-batch, and their denominator, which does not depend on ``lag_decay``."""
+    bound, filters = recipe.schedule.max_staleness, recipe.algo.overlong.filter
+    masks = [
+        [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
+    ]
+    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.response_tokens)
+    decay = recipe.schedule.lag_decay
+    lags = [lags_of(t, version) for t in trajectories]
+    decayed = [[w * decay**n if w else 0.0 for w, n in zip(*pair, strict=True)] for pair in zip(shares, lags, strict=True)]
+    return decayed, denominator
+
+
+def _outcome(trajectory: Trajectory, weights: Sequence[float], version: WeightVersion, bound: int) -> str:
+    """As ``Flow.commit`` counts it."""
+    if any(weights):
+        return "trained"
+    return "filtered" if any(loss_mask(trajectory, version, bound)) else "stale"
+
+
 def _split(items: list[Any], parts: int) -> list[list[Any]]:
     """Contiguous parts whose sizes differ by one at most; never an empty one."""
     parts = min(parts, len(items))
@@ -91,17 +129,15 @@ def _split(items: list[Any], parts: int) -> list[list[Any]]:
     return [items[a:b] for a, b in pairwise(bounds)]
 
 
-def _penalised(group: Group, coefficient: float, kl_of_sample: Mapping[str, float]) -> Group:
+def _adjusted(group: Group, name: str, coefficient: float, part: Callable[[Trajectory], float]) -> Group:
+    """The group with one more part in its rewards."""
     trajectories = tuple(
-        replace(
-            t, reward=t.reward - coefficient * kl_of_sample[t.sample_id], rewards={**t.rewards, "kl": kl_of_sample[t.sample_id]}
-        )
-        for t in group.trajectories
+        replace(t, reward=t.reward + coefficient * part(t), rewards={**t.rewards, name: part(t)}) for t in group.trajectories
     )
     return replace(group, trajectories=trajectories)
 
 
-def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float]) -> TrainSample:
+def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float], lags: tuple[int, ...]) -> TrainSample:
     length = len(trajectory.token_ids)
     return TrainSample(
         sample_id=trajectory.sample_id,
@@ -111,6 +147,7 @@ def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float
         ce=(0.0,) * length,
         advantages=(advantage,) * length,
         behaviour_logprobs=trajectory.behaviour_logprobs,
+        lag=lags,
     )
 
 
@@ -124,12 +161,14 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
         ce=(1.0,) * len(completion_ids),
         advantages=zeros,
         behaviour_logprobs=zeros,
+        lag=(0,) * len(completion_ids),
     )
 
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
     """Whole trajectories with no weights yet, for scoring by the reference."""
-    return [_rl_sample(t, 0.0, (0.0,) * len(t.token_ids)) for group in groups for t in group.trajectories]
+    trajectories = [t for group in groups for t in group.trajectories]
+    return [_rl_sample(t, 0.0, (0.0,) * len(t.token_ids), (0,) * len(t.token_ids)) for t in trajectories]
 
 
 def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -144,7 +183,7 @@ def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[
 
 
 def sample_record(
-    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion
+    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion, outcome: str
 ) -> dict[str, Any]:
     """One line of ``samples.jsonl``; per-token values that repeat are run-length spans [value, start, end]."""
     prompt = group.task.prompt
@@ -166,7 +205,7 @@ def sample_record(
         "rewards": dict(trajectory.rewards),
         "advantage": advantage,
         "status": trajectory.status,
-        "outcome": "trained" if any(weights) else "stale",
+        "outcome": outcome,
     }
 
 

@@ -43,8 +43,8 @@ from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
+from slipstream.rollout.failures import GroupFailed
 from slipstream.rollout.groups import GroupAborted
-from slipstream.rollout.rewards import GradingError
 
 log = logging.getLogger("slipstream")
 
@@ -62,7 +62,7 @@ class Controller:
         self.fleet = Fleet(recipe, place)
         self.learners = LearnerGroup(recipe, place)
         self.telemetry = Telemetry(run, recipe.name, recipe.monitor.sinks, parts.history, parts.evaluations)
-        self.flow = Flow(recipe.schedule, parts.version, parts.ledger)
+        self.flow = Flow(recipe.schedule, parts.version, parts.ledger, filter_overlong=recipe.algo.overlong.filter)
         for group in parts.ready:
             self.flow.restore(group)
         self.pulse = Pulse()
@@ -125,6 +125,8 @@ class Controller:
             self.usage.begin(await self.fleet.stats())
             await (self._imitate() if self.recipe.algo.name == "sft" else self._reinforce())
             await self.publisher.finish()
+            if self.flow.confirmed < self.flow.learner and not self._stopping:
+                await self.publisher.publish(self.flow.learner)
             self.stage = "saving"
             await recovery.save(self)
             if self._stopping:
@@ -210,14 +212,14 @@ class Controller:
         group.add_done_callback(self._groups.discard)
 
     async def _group(self, task: Task, prompt_ids: tuple[int, ...], version: WeightVersion) -> None:
-        """One group from lease to buffer.  A failed grader fails the group, with its reason; a dead engine fails the run."""
+        """One group from lease to buffer.  A failed grader or environment fails it, with the reason; a dead engine the run."""
         size = self.recipe.schedule.group_size
         try:
             group = await self.fleet.sample(self.fleet.pick(version), task, prompt_ids, version, size)
-        except GradingError as problem:
+        except GroupFailed as problem:
             self.flow.fail(task.id)
             self._gone("failed", task.id, size, str(problem))
-            self._lost(f"could not be graded: {problem}", "Mend the reward function; logs/engine-*.log has its tracebacks")
+            self._lost(f"failed: {problem}", "Mend what raised it; logs/engine-*.log has the tracebacks")
         except GroupAborted:
             self.flow.abandon(task.id)
             self._gone("stale", task.id, size, "aborted: beyond the bound")
@@ -230,7 +232,7 @@ class Controller:
         """Keep the group if it can move the policy.  Raises RuntimeError when none could for a long time."""
         rewards = [t.reward for t in group.trajectories]
         algo = self.recipe.algo
-        if algo.kl_in_reward or has_signal(rewards, algo.name):  # type: ignore[arg-type]
+        if algo.kl_in_reward or has_signal(rewards, algo.advantage):
             self._idle_groups = 0
             self.flow.finish(group)
             self.telemetry.event("ready", group_id=group.task.id, oldest=str(group.oldest))
@@ -269,6 +271,8 @@ class Controller:
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()
             version = self.flow.commit()
+            if (every := self.recipe.algo.kl.refresh_every) and version.batch % every == 0:
+                await self.learners.set_reference(None)
             if self.recipe.monitor.samples:
                 await asyncio.to_thread(self.telemetry.samples, assembled.records)
             self.telemetry.event("commit", batch=version.batch, version=str(version), groups=[g.task.id for g in groups])
@@ -301,9 +305,14 @@ class Controller:
         every = self.recipe.checkpoint.every
         if every and version.batch % every == 0 and version.batch < self.recipe.schedule.steps:
             await recovery.save(self)
-        last = version.batch == self.recipe.schedule.steps
-        if self.recipe.algo.name != "sft" or last or self.evaluator.due(version.batch):
+        if self._to_be_published(version.batch):
             await self.publisher.start(version, self._loops)
+
+    def _to_be_published(self, batch: int) -> bool:
+        """Whether the engines want these weights: to write with, where they write, or to be evaluated with."""
+        schedule = self.recipe.schedule
+        due = self.recipe.algo.name != "sft" and batch % schedule.publish_every == 0
+        return due or self.evaluator.due(batch)
 
     async def _confirmed(self, version: WeightVersion) -> None:
         self.pulse.beat()

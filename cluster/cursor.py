@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.cluster.evaluation import Encoded
 from slipstream.core.records import Task
-from slipstream.rollout.environment import PromptEncoder, PromptTooLong
+from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 from slipstream.rollout.tasks import TaskSource
 
 
@@ -38,6 +38,11 @@ class Cursor:
             f"data: not one of {len(self._source)} prompts fits; raise data.max_prompt_tokens or model.max_length, "
             "or lower rollout.sampling.max_tokens"
         )
+
+    @property
+    def size(self) -> int:
+        """Tasks of one epoch."""
+        return len(self._source)
 
     def skip(self) -> None:
         """Count a task that ``next`` gave, or would have given, as too long."""

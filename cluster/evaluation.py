@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.core.records import Group, Task, Trajectory
 from slipstream.core.schema import Evaluation
-from slipstream.rollout.rewards import GradingError
+from slipstream.rollout.failures import GroupFailed
 
 if TYPE_CHECKING:
     from slipstream.cluster.fleet import Fleet
@@ -25,8 +25,8 @@ Encoded = tuple[Task, tuple[int, ...]]
 class EvalResult:
     """``score`` is the mean reward over ``n`` answers; where every reward is 0 or 1 the metric is called accuracy.
 
-    ``failed`` answers could not be graded and do not count.  ``versions`` counts answered tokens by policy version: one
-    entry, unless weights arrived meanwhile.
+    ``failed`` answers could not be sampled or graded, and do not count.  ``versions`` counts answered tokens by policy version:
+    one entry, unless weights arrived meanwhile.
     """
 
     step: int
@@ -95,12 +95,13 @@ class Evaluator:
         self._telemetry.evaluated(score(graded, step, len(answers) - len(graded), time.perf_counter() - start))
 
     async def _answer(self, task: Task, prompt_ids: tuple[int, ...]) -> Trajectory | None:
-        """One graded answer, under an id that is this evaluation's own; None if it could not be graded."""
+        """One graded answer, under an id that is this evaluation's own; None if it could not be sampled or graded."""
         async with self._gate:
             version = self._flow.confirmed
             try:
-                group: Group = await self._fleet.sample(self._fleet.pick(version), task, prompt_ids, version, 1)
-            except GradingError:
+                member = self._fleet.pick(version)
+                group: Group = await self._fleet.sample(member, task, prompt_ids, version, 1, abortable=False)
+            except GroupFailed:
                 return None
             finally:
                 self._answered()

@@ -53,11 +53,19 @@ class Fleet:
         return min((m for m in self.members if m.version >= confirmed), key=lambda m: (m.groups, m.index))
 
     async def sample(
-        self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int
+        self,
+        member: Member,
+        task: Task,
+        prompt_ids: tuple[int, ...],
+        dispatched: WeightVersion,
+        size: int,
+        *,
+        abortable: bool = True,
     ) -> Group:
+        """A graded group; one that is ``abortable`` may be called off by ``abort_before``."""
         member.groups += 1
         try:
-            return await member.actor.sample.remote(task, prompt_ids, dispatched, size)
+            return await member.actor.sample.remote(task, prompt_ids, dispatched, size, abortable)
         finally:
             member.groups -= 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from slipstream.cluster.ledger import Ledger
+from slipstream.cluster.ledger import Ledger, State
 from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, Trajectory, WeightVersion
 from slipstream.core.schema import Schedule
@@ -34,7 +34,9 @@ class Flow:
     weights, ``confirm``.  ``close`` says that no more groups will be dispatched, so that the last batch may be short.
     """
 
-    def __init__(self, schedule: Schedule, start: WeightVersion, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, start: WeightVersion, ledger: Ledger | None = None, *, filter_overlong: bool = False
+    ) -> None:
         self.bound = schedule.max_staleness
         self.groups_per_step = schedule.groups_per_step
         self.on_stale = schedule.on_stale
@@ -42,6 +44,7 @@ class Flow:
         self.learner = start
         self.confirmed = start
         self.ledger = ledger or Ledger()
+        self.filter_overlong = filter_overlong
         self.in_flight: dict[str, Flight] = {}
         self.ready: dict[str, tuple[Group, int]] = {}
         self.training: tuple[Group, ...] = ()
@@ -164,12 +167,13 @@ class Flow:
         )
 
     def commit(self) -> WeightVersion:
-        """The learner has trained the batch: samples without one fresh token were stale, the others are trained."""
+        """The learner has trained the batch: samples without one fresh token were stale, overlong ones may be filtered, the
+        others are trained."""
         assert self.training, "commit without a batch"
-        for group in self.training:
-            stale = sum(fully_stale(t, self) for t in group.trajectories)
-            self.ledger.move(stale, "training", "stale")
-            self.ledger.move(len(group.trajectories) - stale, "training", "trained")
+        for trajectory in (t for group in self.training for t in group.trajectories):
+            overlong = self.filter_overlong and trajectory.status == "length"
+            end: State = "stale" if fully_stale(trajectory, self) else "filtered" if overlong else "trained"
+            self.ledger.move(1, "training", end)
         self.learner = self.learner.next()
         self._unconfirmed.append((self.learner, len(self.training)))
         self.training = ()

@@ -26,7 +26,7 @@ from slipstream.core.recipe import dump_recipe
 from slipstream.core.records import Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
-from slipstream.rollout.environment import PromptEncoder
+from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
 from slipstream.trainer.model import context_length, load_tokenizer, resolve_model
@@ -111,7 +111,8 @@ def _reference(recipe: Recipe) -> str | None:
 _MAY_CHANGE = (
     "schedule.steps", "schedule.max_idle_groups", "data.epochs", "checkpoint.", "monitor.", "cluster.",
     "rollout.engines", "rollout.max_num_seqs", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization",
-    "rollout.tensor_parallel", "rollout.enforce_eager", "rollout.prefix_caching", "reward.timeout_s", "reward.workers",
+    "rollout.tensor_parallel", "rollout.enforce_eager", "rollout.prefix_caching", "rollout.environment.timeout_s",
+    "reward.timeout_s", "reward.workers",
     "trainer.ranks", "trainer.zero_stage", "trainer.max_tokens_per_microbatch", "trainer.bucket_mib",
 )  # fmt: skip
 """Keys (and sections) that an override of ``resume`` may touch: how far and where a run goes, not what it learns."""

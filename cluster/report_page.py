@@ -97,5 +97,6 @@ bdi { white-space: pre-wrap; overflow-wrap: anywhere; }
   border-radius: 5px; text-align: center; unicode-bidi: isolate; overflow-wrap: anywhere; }
 .tokens i { display: block; font-size: 9.5px; font-style: normal; color: #475569; margin-top: 2px; }
 .tokens .unused { outline: 1.5px dashed #dc2626; outline-offset: -1px; } .tokens .observed { opacity: .45; }
+.tokens hr { flex-basis: 100%; height: 0; border: 0; margin: 0; }
 pre { padding: 14px; overflow-x: auto; font-size: 13px; } summary { cursor: pointer; color: #475569; }
 """

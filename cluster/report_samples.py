@@ -72,7 +72,8 @@ def render(why: str, sample: Mapping[str, Any], decode: Decode | None) -> str:
     return (
         f'<article class="sample"><h3>{safe(why)} <small>{safe(sample.get("sample_id"))}</small></h3>'
         f'<p class="facts">{line}</p><p class="prompt"><b>prompt</b> <bdi>{_visible(_prompt(sample.get("prompt")))}</bdi></p>'
-        f'<p class="keys">policy version of each token: {legend} · below it its log-prob · dashed: no loss weight</p>'
+        f'<p class="keys">policy version of each token: {legend} · below it its log-prob · dashed: no loss weight · '
+        "faint: what the environment answered</p>"
         f'<div class="tokens">{_tokens(sample, versions, tints, decode)}</div></article>'
     )
 
@@ -86,13 +87,15 @@ def _tokens(sample: Mapping[str, Any], versions: Sequence[str], tints: Mapping[s
     written = _spread(sample.get("loss_mask", []), len(ids))
     boxes = []
     for place in range(min(len(ids), _MOST_TOKENS)):
+        if place and written[place - 1] == "0" != written[place]:
+            boxes.append("<hr>")  # the policy's next turn
         kind = "observed" if written[place] == "0" else "unused" if weights[place] in ("0", "0.0") else "used"
         logprob = logprobs[place]
         title = (
             f"token {place} · id {ids[place]} · version {versions[place]} · KV from {kv_versions[place]} · "
             f"log-prob {_number(logprob)} · weight {weights[place]}"
         )
-        below = "" if logprob is None else f"<i>{round(logprob, 2) + 0.0:.2f}</i>"
+        below = "" if logprob is None or kind == "observed" else f"<i>{round(logprob, 2) + 0.0:.2f}</i>"
         style = f"background:{tints.get(versions[place], '#fff')}"
         shown = _visible(texts[place].replace(" ", "␣"))
         boxes.append(f'<span class="{kind}" style="{style}" title="{safe(title)}">{shown}{below}</span>')

@@ -10,7 +10,7 @@ from slipstream.cluster.learners import LearnerGroup
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe, WarmStart
-from slipstream.rollout.environment import PromptEncoder, PromptTooLong
+from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 
 
 class Imitation:
@@ -26,19 +26,28 @@ class Imitation:
     async def step(self, count: int, version: WeightVersion) -> tuple[int, Metrics] | None:
         """Train once on the next ``count`` demonstrations; (how many there were, metrics), or None at the end of the data.
 
-        Raises ValueError if a task has no demonstration.
+        Every turn of a demonstration is a sequence of its own, whose prompt is all that came before: no loss falls on
+        observations.  Raises ValueError if a task has no demonstration.
         """
-        demonstrations: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        while len(demonstrations) < count and (entry := self._cursor.next()) is not None:
+        turns: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        found = misses = 0
+        while found < count and (entry := self._cursor.next()) is not None:
             try:
-                demonstrations.append((entry[0].id, *self._encoder.demonstration(entry[0])))
+                turns += [(f"{entry[0].id}/turn{i}", *turn) for i, turn in enumerate(self._encoder.demonstration(entry[0]))]
+                found += 1
+                misses = 0
             except PromptTooLong:
                 self._cursor.skip()
-        if not demonstrations:
+                misses += 1
+                if misses >= self._cursor.size:
+                    raise ValueError(
+                        f"data: not one of {self._cursor.size} demonstrations fits behind its prompt; raise model.max_length"
+                    ) from None
+        if not found:
             return None
-        metrics = await self._learners.train(assemble_demonstrations(demonstrations, version, self._algo.minibatches))
+        metrics = await self._learners.train(assemble_demonstrations(turns, version, self._algo.minibatches))
         self.steps += 1
-        return len(demonstrations), metrics
+        return found, metrics
 
     async def warm_start(self, warm: WarmStart, version: WeightVersion) -> AsyncIterator[tuple[int, float]]:
         """Yields (step, loss) after every step.  The version stays: what comes out is what the engines start from."""

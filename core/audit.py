@@ -149,13 +149,14 @@ class _Samples:
             self.outcomes[sample["outcome"]] += 1
 
     def _check_tokens(self, who: str, assembled: WeightVersion, columns: Sequence[Sequence[Run]], outcome: str) -> None:
-        weighted, written_by = False, set()
+        weighted, fresh, written_by = False, False, set()
         for start, end, (mine, version, kv_version, weight) in _segments(columns):
             lag = assembled.batch - version.batch
             written_by.add(version)
             if mine:
                 self.lags[lag] += end - start
                 self.kv_lag_sum += (assembled.batch - kv_version.batch) * (end - start)
+                fresh |= lag <= self._replay.bound
             if weight == 0:
                 continue
             weighted = True
@@ -164,9 +165,11 @@ class _Samples:
             if problem:
                 self._findings.add("staleness", f"{who}: tokens {start} to {end - 1} weigh {weight} and {problem}")
         self.versions[len(written_by)] += 1
-        if outcome != ("trained" if weighted else "stale"):
+        if outcome not in (("trained",) if weighted else ("stale", "filtered")):
             state = "a" if weighted else "no"
             self._findings.add("ledger", f"{who} counts as {outcome!r}, but {state} token of it has weight")
+        if outcome == "filtered" and not fresh:
+            self._findings.add("ledger", f"{who} counts as 'filtered', but no token of it is within the bound")
 
     def _unfit(self, mine: int, version: WeightVersion, assembled: WeightVersion) -> str | None:
         """Why a token of ``version`` must not be trained in a batch assembled at ``assembled``."""
@@ -216,7 +219,7 @@ def _ledger(replay: Replay, samples: _Samples, findings: Findings) -> dict[str, 
         "dispatched": replay.totals["dispatched"],
         "trained": samples.outcomes["trained"],
         "stale": samples.outcomes["stale"] + replay.totals["stale"],
-        "filtered": replay.totals["filtered"],
+        "filtered": samples.outcomes["filtered"] + replay.totals["filtered"],
         "failed": replay.totals["failed"],
         "live": sum(flight.samples for flight in replay.live.values()),
     }

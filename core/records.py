@@ -12,7 +12,8 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 Message = Mapping[str, str]
-Status = Literal["eos", "stop", "length", "aborted"]
+Status = Literal["eos", "stop", "length", "turns", "aborted"]
+"""Why a response ended: its own end token or a stop string, too few tokens left, too many turns, or called off."""
 
 
 class WeightVersion(NamedTuple):
@@ -76,7 +77,8 @@ class Task:
     """One prompt to answer.  ``Task(id="train/0/17", epoch=0, position=17, prompt="634139<", answer="133469")``.
 
     ``prompt`` is text, a list of chat messages, or token ids.  ``completion`` is a demonstration, where the source has one
-    (the ``ce`` stream trains on it).  ``columns`` are the source's other columns, handed to the reward functions.
+    (the ``ce`` stream trains on it); over several turns, texts of the policy and of the environment in turn.  ``columns`` are
+    the source's other columns, handed to the reward functions.
     Which task stands at a position is a pure function of (seed, epoch, position).
     """
 
@@ -85,7 +87,7 @@ class Task:
     position: int
     prompt: str | tuple[Message, ...] | tuple[int, ...]
     answer: str | None = None
-    completion: str | None = None
+    completion: str | tuple[str, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
@@ -98,6 +100,7 @@ class Trajectory:
     ``behaviour_logprobs`` are vLLM's own, of the distribution it sampled from (0.0 on observations).
     ``policy_versions`` sampled the token; ``kv_versions`` is the oldest version among the KV entries it attended to.
     ``rewards`` holds each part by name, unweighted; ``reward`` is the weighted sum.
+    ``text`` is what graders see, the policy's last turn.
 
     Example: prompt ``[1, 9, 4]``, tokens ``[4, 9, 2]``, mask ``[True] * 3``, log-probs ``[-.1, -.2, -.01]``,
     policy versions ``[0.3, 0.3, 0.4]``, KV versions ``[0.3, 0.3, 0.3]``, rewards ``{"exact": 1.0}``, status ``"eos"``.
@@ -143,12 +146,12 @@ class Group:
 class TrainSample:
     """One sequence with what each token is to contribute.  Everything but ``input_ids`` [P+L] is per response token [L].
 
-    The learner knows streams, not algorithms: ``rl`` weighs the clipped surrogate (and the KL term) of the token, ``ce`` its
+    The learner knows streams, not algorithms: ``rl`` weighs the policy loss (and the KL term) of the token, ``ce`` its
     cross-entropy.  A weight of 0 leaves the token out of that stream.  Weights already hold the reduction (token mean,
-    sequence mean, …); the batch holds the global denominators.
+    sequence mean, …); the batch holds the global denominators.  ``lag`` is the token's, in batches, fixed at assembly.
 
     Example: ``input_ids=(1, 9, 4, 4, 9, 2)``, ``prompt_length=3``, ``rl=(1., 1., 0.)`` (the last token was stale),
-    ``ce=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``, ``behaviour_logprobs=(-.1, -.2, -.01)``.
+    ``ce=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``, ``behaviour_logprobs=(-.1, -.2, -.01)``, ``lag=(0, 0, 3)``.
     """
 
     sample_id: str
@@ -158,10 +161,11 @@ class TrainSample:
     ce: tuple[float, ...]
     advantages: tuple[float, ...]
     behaviour_logprobs: tuple[float, ...]
+    lag: tuple[int, ...]
 
     def __post_init__(self) -> None:
         length = len(self.input_ids) - self.prompt_length
-        for name in ("rl", "ce", "advantages", "behaviour_logprobs"):
+        for name in ("rl", "ce", "advantages", "behaviour_logprobs", "lag"):
             if len(getattr(self, name)) != length:
                 raise ValueError(f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries, expected {length}")
 

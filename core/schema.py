@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(gt=0.0)]
+from slipstream.core.algorithms import Algo
+from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
-
-class Section(BaseModel):
-    """Unknown keys are errors, so are NaN and infinities; nothing is coerced silently; nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, validate_default=True)
+KvOnUpdate = Literal["keep", "recompute"]
+WITHOUT_SCORE = ("single_turn", "calculator")
+"""Built-in environments that cannot be the reward ``environment``."""
 
 
 class Model(Section):
@@ -41,8 +37,9 @@ class Model(Section):
 class Data(Section):
     """Where tasks come from.
 
-    ``source``: ``builtin:number_sorting``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet`` file, or a folder saved
-    by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns (``reward_model.ground_truth``) are recognised.
+    ``source``: ``builtin:number_sorting``, ``builtin:guess_number``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet``
+    file, or a folder saved by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns
+    (``reward_model.ground_truth``) are recognised.
     """
 
     source: str
@@ -56,7 +53,10 @@ class Data(Section):
 
 
 class RewardPart(Section):
-    """One reward function: ``exact``, ``regex``, ``math``, ``reasoning_gym``, or ``module:function`` (TRL signature)."""
+    """One reward function: ``exact``, ``regex``, ``math``, ``reasoning_gym``, ``environment``, or ``module:function``.
+
+    ``environment`` is the environment's own score; the user's functions have TRL's signature.
+    """
 
     function: str
     weight: float = 1.0
@@ -76,47 +76,6 @@ class Reward(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"parts: each function may stand once, got {names}")
         return self
-
-
-class KL(Section):
-    """KL to the reference.  ``reward``: k1, subtracted from the reward.  ``loss``: k2, or k3's value with k2's gradient."""
-
-    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    placement: Literal["loss", "reward"] = "loss"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-
-    @model_validator(mode="after")
-    def _gradient_is_right(self) -> KL:
-        if self.coefficient and self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("estimator: k1 in the loss has zero expected gradient; use k2 or k3, or placement: reward")
-        if self.coefficient and self.placement == "reward" and self.estimator != "k1":
-            raise ValueError(f"estimator: {self.estimator} in the reward is biased; use k1, or placement: loss")
-        return self
-
-
-class Algo(Section):
-    """The learning rule.  ``name`` says which streams are stamped: ``sft`` only cross-entropy, the others the RL stream."""
-
-    name: Literal["grpo", "rloo", "reinforce", "sft"] = "grpo"
-    scale_by_std: bool = Field(True, description="grpo: divide by the group's standard deviation (false: Dr.GRPO)")
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    clip_high: Rate = 0.2
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(None, description="bound on the loss of a negative advantage")
-    behaviour_cap: Annotated[float, Field(ge=1.0)] | None = Field(
-        2.0, description="truncation of the behaviour weight π_prox/π_b; null switches the correction off"
-    )
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    kl: KL = Field(default_factory=KL)
-    epochs: Positive = Field(1, description="passes over each batch")
-    minibatches: Positive = Field(1, description="optimizer steps per pass")
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return self.kl.coefficient > 0 and self.kl.placement == "reward"
-
-    @property
-    def inner_steps(self) -> int:
-        return self.epochs * self.minibatches
 
 
 class Optimizer(Section):
@@ -144,13 +103,37 @@ class Sampling(Section):
     """How the policy writes.  RL keeps the full support (no top-p, no top-k), so that importance ratios are unbiased."""
 
     temperature: Rate = 1.0
-    max_tokens: Positive = 1024
+    max_tokens: Positive = Field(1024, description="of one turn")
+    top_p: float = Field(1.0, description="only 1: other values cut the support, and are refused")
+    top_k: int = Field(0, description="only 0, all tokens; others are refused likewise")
+    min_tokens: int = Field(0, description="only 0; more would mask the EOS, and is refused likewise")
     stop: list[str] = Field(default_factory=list)
     seeded: bool = Field(False, description="a random stream per sample, the same in every run; costs some throughput")
+
+    @model_validator(mode="after")
+    def _full_support(self) -> Sampling:
+        for name, got, full in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_tokens", self.min_tokens, 0)):
+            if got != full:
+                raise ValueError(
+                    f"{name}: got {got}, expected {full}: it cuts the sampler's support, and ratios are biased unless "
+                    "the learner cuts its own alike; vLLM returns that mask only from model runner V2 (GPU; on CPU it runs "
+                    "V1), and applying it in the learner is not built yet"
+                )
+        return self
+
+
+class Environment(Section):
+    """Who answers the policy: ``single_turn`` (nobody), ``calculator``, ``guess_number``, or the user's ``module:Class``."""
+
+    name: str = "single_turn"
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    max_turns: Positive = Field(8, description="of the policy in one episode; a longer one ends with status `turns`")
+    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the policy is told of the error")
 
 
 class Rollout(Section):
     engines: Positive = 1
+    environment: Environment = Field(default_factory=Environment)
     sampling: Sampling = Field(default_factory=Sampling)
     max_num_seqs: Positive = Field(128, description="requests that one engine decodes at a time")
     kv_cache_gib: Rate = Field(1.0, description="KV cache of one engine; on GPU see gpu_memory_utilization")
@@ -165,7 +148,15 @@ class Schedule(Section):
 
     max_staleness: NonNegative = 2
     on_stale: Literal["mask", "wait", "drop"] = "mask"
-    kv_on_update: Literal["keep"] = Field("keep", description="running requests keep the KV entries of older weights")
+    lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="loss weight of a token of lag l: lag_decay to the power of l, up to the bound"
+    )
+    kv_on_update: KvOnUpdate = Field(
+        "keep", description="KV entries of running requests: kept from older weights, or computed again after every commit"
+    )
+    publish_every: Positive = Field(
+        1, description="steps between two publications of weights; the engines write with older ones meanwhile"
+    )
     steps: Positive = 100
     groups_per_step: Positive = 8
     group_size: Positive = 8
@@ -235,9 +226,15 @@ class Recipe(Section):
     monitor: Monitor = Field(default_factory=Monitor)
     cluster: Cluster = Field(default_factory=Cluster)
 
-    def cross_checks(self) -> list[tuple[str, str]]:
+    @property
+    def response_tokens(self) -> int:
+        """The most that the policy writes into one response, over all turns."""
+        turns = 1 if self.rollout.environment.name == "single_turn" else self.rollout.environment.max_turns
+        return min(self.rollout.sampling.max_tokens * turns, self.model.max_length or 2**31)
+
+    def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems: list[tuple[str, str]] = []
+        problems = self.algo.problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
         if schedule.group_size > rollout.max_num_seqs:
             problems.append(
@@ -247,8 +244,13 @@ class Recipe(Section):
                     "a group must fit into one engine: raise max_num_seqs or lower group_size",
                 )
             )
-        if algo.name in ("grpo", "rloo") and schedule.group_size < 2:
-            problems.append(("schedule.group_size", f"got 1, expected at least 2: algo.name {algo.name} compares siblings"))
+        if algo.name != "sft" and algo.advantage not in ("reinforce", "reinforce_pp") and schedule.group_size < 2:
+            compares = f"algo.advantage {algo.advantage} compares siblings"
+            problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
+        elif algo.name != "sft" and schedule.group_size * schedule.groups_per_step < 2:
+            problems.append(
+                ("schedule.groups_per_step", f"got 1 group of 1, but algo.advantage {algo.advantage} compares samples")
+            )
         if algo.minibatches > schedule.groups_per_step and algo.name != "sft":
             problems.append(
                 (
@@ -257,16 +259,33 @@ class Recipe(Section):
                     "a mini-batch holds whole groups",
                 )
             )
+        if schedule.publish_every > schedule.max_staleness + 1:
+            problems.append(
+                (
+                    "schedule.publish_every",
+                    f"got {schedule.publish_every}, expected at most max_staleness + 1 = {schedule.max_staleness + 1}: without "
+                    "new weights the engines may not write more than so many batches",
+                )
+            )
         if algo.name == "sft" and self.warm_start is not None:
             problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
-        if algo.name == "sft" and algo.kl.coefficient:
-            problems.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
         if self.model.dtype == "bfloat16" and self.trainer.zero_stage == 0:
             problems.append(
                 (
                     "trainer.zero_stage",
                     "got 0 with model.dtype bfloat16, expected 1, 2 or 3: only they keep float32 weights and accumulate in "
                     "float32 (1 costs nothing, also on one rank)",
+                )
+            )
+        environment = rollout.environment
+        if environment.name in WITHOUT_SCORE and any(part.function == "environment" for part in self.reward.parts):
+            problems.append(("reward.parts", f"environment: {environment.name} has no score; use another reward function"))
+        if environment.max_turns * environment.timeout_s >= self.cluster.stall_timeout_s and environment.name != "single_turn":
+            problems.append(
+                (
+                    "cluster.stall_timeout_s",
+                    f"got {self.cluster.stall_timeout_s:g} s, expected more than rollout.environment.max_turns · timeout_s = "
+                    f"{environment.max_turns * environment.timeout_s:g} s: an episode may take so long",
                 )
             )
         limit = self.model.max_length

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from slipstream.core.records import VersionSpan, WeightVersion, versions_of
-from slipstream.core.schema import Model, Rollout
+from slipstream.core.schema import KvOnUpdate, Model, Rollout
 from slipstream.rollout.environment import Completion
 from slipstream.rollout.weights import TransportName
 
@@ -50,10 +50,23 @@ class Engine:
     At most ``max_num_seqs`` requests are inside vLLM, so none waits there with an old salt; each is admitted under the version
     of that moment, which salts its prefix cache: blocks of old weights are never served to a new request.  No request is added
     during a commit.
+
+    ``kv_on_update: keep`` leaves running requests their KV entries, so a token may attend to entries of any version since its
+    request was admitted, and ``kv_versions`` says the version of the admission.  vLLM may preempt a request for want of
+    memory and fill its cache again under newer weights: then the entries are newer than that, never older.  With ``recompute``
+    every commit drops all entries, so that each token attends only to those of the weights that sample it.
     """
 
-    def __init__(self, llm: AsyncLLM, rollout: Rollout, eos_ids: Sequence[int], version: WeightVersion) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        rollout: Rollout,
+        eos_ids: Sequence[int],
+        version: WeightVersion,
+        kv_on_update: KvOnUpdate = "keep",
+    ) -> None:
         self._llm = llm
+        self._recompute = kv_on_update == "recompute"
         self._sampling = rollout.sampling
         self._eos_ids = frozenset(eos_ids)
         self._slots = asyncio.Semaphore(rollout.max_num_seqs)
@@ -78,10 +91,11 @@ class Engine:
         seed: int,
         version: WeightVersion,
         transport: TransportName = "mapped",
+        kv_on_update: KvOnUpdate = "keep",
     ) -> Engine:
         """Load the model and label its weights ``version``.  Engines of one run get different seeds."""
         llm = AsyncLLM.from_engine_args(engine_args(model_path, model, rollout, max_length, seed, transport))
-        engine = cls(llm, rollout, eos_ids, version)
+        engine = cls(llm, rollout, eos_ids, version, kv_on_update)
         if transport != "nccl":  # NCCL meets the learner in ``connect``
             await engine.connect({})
         await llm.update_weight_version(str(version))
@@ -154,6 +168,7 @@ class Engine:
             stop=stop or None,
             stop_token_ids=sorted(self._eos_ids),
             detokenize=bool(stop),
+            include_stop_str_in_output=True,  # the text is what the token ids spell
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
@@ -168,25 +183,28 @@ class Engine:
             finish = "eos" if token_ids and token_ids[-1] in self._eos_ids else "stop"
         else:
             finish = "length" if output.finish_reason == "length" else "aborted"
+        versions = versions_of(spans, len(token_ids))
         return Completion(
             token_ids=token_ids,
             logprobs=tuple(output.logprobs.logprobs),  # type: ignore[union-attr]
-            versions=versions_of(spans, len(token_ids)),
-            kv_versions=(admitted,) * len(token_ids),
+            versions=versions,
+            kv_versions=versions if self._recompute else (admitted,) * len(token_ids),
             finish=finish,  # type: ignore[arg-type]
             text=output.text,
         )
 
     async def commit(self, version: WeightVersion, update: dict[str, Any]) -> CommitTimes:
-        """Pause (running requests keep their cache), load what ``update`` points to, label it, resume.
+        """Pause, load what ``update`` points to, label it, resume; running requests keep their KV cache, or fill it anew.
 
+        ``clear_cache`` preempts all running requests and empties the prefix cache; they go on from the tokens they have.
         Any failure kills the engine and raises EngineFailed: it never resumes on torn weights.
         """
         async with self._admission:
             self._check_alive()
             try:
                 start = time.perf_counter()
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                # The engine core's own call: AsyncLLM.pause_generation sleeps 20 ms after it, for the order of events only.
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
                 loading = time.perf_counter()
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))

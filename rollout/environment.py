@@ -1,16 +1,20 @@
 """Episodes: token ids in, a Trajectory out.
 
-An ``Environment`` answers each completion with observation tokens or ends the episode; ``rollout`` runs the turns against a
-``Sampler``.  Nothing is tokenised twice: what the policy wrote stays the ids it sampled.
+An ``Environment`` answers each turn of the policy or ends the episode; ``Episode`` runs the turns against a ``Sampler``.
+Nothing is tokenised twice: what the policy wrote stays the ids it sampled, and every turn's prompt is the ids before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from slipstream.core.records import Message, Status, Task, Trajectory, WeightVersion
+from slipstream.core.records import Status, Task, Trajectory, WeightVersion
+from slipstream.rollout.prompts import PromptTooLong
+
+Observation = str | tuple[int, ...] | None
+"""What the policy reads next, as text or token ids; None ends the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,73 +41,126 @@ class Sampler(Protocol):
     ) -> Completion: ...
 
 
-class Environment(Protocol):
-    """One episode.  ``prompt_ids`` opens it; each completion is answered with the tokens to append, or None at the end."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
-
-    async def observe(self, completion: Completion) -> tuple[int, ...] | None: ...
+class ToolError(Exception):
+    """What went wrong with a turn, in words for the policy: it reads them as an observation, and may try again."""
 
 
-@dataclass(frozen=True, slots=True)
-class SingleTurn:
+class Environment:
+    """The other side of one episode; made anew for every sample, with its task and the recipe's options as arguments.
+
+    ``observe`` may also be a plain function: it then runs on a thread of its own.  ``score`` is what the reward function
+    ``environment`` reads at the end; None where the environment has no opinion.
+    """
+
+    score: float | None = None
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def observe(self, completion: Completion) -> Observation:
+        """The answer to a turn, or None at the end of the episode.
+
+        It is asked after every turn, the last one and one that was cut off (``completion.finish == "length"``) included.
+        Raise ToolError for what the policy should read as an error; anything else that is raised fails the group.
+        """
+        raise NotImplementedError
+
+
+class SingleTurn(Environment):
     """A prompt and one response."""
 
-    prompt_ids: tuple[int, ...]
-
-    async def observe(self, completion: Completion) -> tuple[int, ...] | None:
+    async def observe(self, completion: Completion) -> Observation:
         return None
 
 
-async def rollout(
-    environment: Environment,
-    sampler: Sampler,
-    *,
-    sample_id: str,
-    seed: int | None,
-    max_tokens: int,
-    max_length: int,
-    decode: Callable[[Sequence[int]], str] | None = None,
-) -> Trajectory:
-    """Run one episode to its end; the trajectory is not graded yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """``max_tokens`` of one turn, ``max_turns`` of the policy, ``max_length`` of prompt, turns and observations together."""
 
-    ``max_tokens`` bounds the tokens of one turn, ``max_length`` prompt, responses and observations together.  Observations
-    have loss mask False, log-prob 0.0 and the versions of the token before them.  An episode that has no room for its next
-    turn ends with status ``length``, without the observation that did not fit.  ``decode`` gives turns their text where the
-    sampler does not.
+    max_tokens: int
+    max_turns: int
+    max_length: int
+
+
+class Episode:
+    """One sample in the making; ``run`` it once.
+
+    ``observe`` answers a turn (``environments.Environments.observe``); ``encode`` makes ids of its text, given the turn's own
+    (``prompts.PromptEncoder.observation``); ``decode`` gives turns their text where the sampler does not.
     """
-    response, context, turn = _Response(), environment.prompt_ids, 0
-    while True:
-        completion = await _turn(context, sampler, sample_id, seed, turn, max_tokens, max_length)
-        if decode and not completion.text:
-            completion = replace(completion, text=decode(completion.token_ids))
-        response.add(completion)
-        status = completion.finish
-        if status == "aborted" or not completion.token_ids:
-            break
-        observation = await environment.observe(completion)
-        if observation is None:
-            break
-        context = (*environment.prompt_ids, *response.token_ids, *observation)
-        if len(context) >= max_length:
-            status = "length"
-            break
-        response.observe(observation)
-        turn += 1
-    return response.trajectory(sample_id, environment.prompt_ids, status)
 
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompt_ids: tuple[int, ...],
+        *,
+        sample_id: str,
+        seed: int | None,
+        limits: Limits,
+        observe: Callable[[Completion], Awaitable[Observation]],
+        encode: Callable[[str, tuple[int, ...]], tuple[int, ...]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.sample_id = sample_id
+        self._sampler = sampler
+        self._prompt_ids = prompt_ids
+        self._seed = seed
+        self._limits = limits
+        self._observe = observe
+        self._encode = encode
+        self._decode = decode
+        self._response = _Response()
 
-async def _turn(
-    context: tuple[int, ...], sampler: Sampler, sample_id: str, seed: int | None, turn: int, max_tokens: int, max_length: int
-) -> Completion:
-    """Each turn has a request id and a random stream of its own; the first turn's are the sample's."""
-    room = max_length - len(context)
-    if room < 1:
-        raise PromptTooLong(sample_id, len(context), max_length - 1, "max_length leaves no room for a response")
-    turn_seed = None if seed is None else (seed + turn * 0x9E3779B97F4A7C15) % 2**63
-    request_id = f"{sample_id}/turn{turn}" if turn else sample_id
-    return await sampler.sample(context, request_id=request_id, seed=turn_seed, max_tokens=min(max_tokens, room))
+    @property
+    def oldest(self) -> WeightVersion | None:
+        """The version of the oldest token of the turns that are over; None during the first."""
+        return self._response.versions[0] if self._response.versions else None
+
+    async def run(self) -> Trajectory:
+        """Play to the end; the trajectory is not graded yet, and its text is that of the last turn.
+
+        Observations have loss mask False, log-prob 0.0 and the versions of the token before them.  The status says why it
+        ended: that of the last turn where the environment ended it, ``length`` where a turn was cut off or the context has no
+        room for the next one, ``turns`` after ``max_turns``; then what the environment answered last is left out.
+        """
+        status: Status = "turns"
+        for turn in range(self._limits.max_turns):
+            completion = await self._turn(turn)
+            self._response.add(completion)
+            if completion.finish == "aborted" or not completion.token_ids:
+                status = completion.finish
+                break
+            observation = await self._observe(completion)
+            if observation is None or completion.finish == "length":
+                status = completion.finish
+                break
+            if turn + 1 < self._limits.max_turns and not self._append(observation, completion):
+                status = "length"
+                break
+        return self._response.trajectory(self.sample_id, self._prompt_ids, status)
+
+    async def _turn(self, turn: int) -> Completion:
+        """Each turn has a request id and a random stream of its own; the first turn's are the sample's."""
+        context = (*self._prompt_ids, *self._response.token_ids)
+        room = self._limits.max_length - len(context)
+        if room < 1:
+            limit = self._limits.max_length - 1
+            raise PromptTooLong(self.sample_id, len(context), limit, "max_length leaves no room for a response")
+        completion = await self._sampler.sample(
+            context,
+            request_id=f"{self.sample_id}/turn{turn}" if turn else self.sample_id,
+            seed=None if self._seed is None else (self._seed + turn * 0x9E3779B97F4A7C15) % 2**63,
+            max_tokens=min(self._limits.max_tokens, room),
+        )
+        return completion if completion.text else replace(completion, text=self._decode(completion.token_ids))
+
+    def _append(self, observation: str | tuple[int, ...], completion: Completion) -> bool:
+        """Whether the observation, and a token after it, fit into the context; if so they are part of it."""
+        ids = self._encode(observation, completion.token_ids) if isinstance(observation, str) else observation
+        if len(self._prompt_ids) + len(self._response.token_ids) + len(ids) >= self._limits.max_length:
+            return False
+        self._response.observe(ids)
+        return True
 
 
 class _Response:
@@ -115,7 +172,7 @@ class _Response:
         self.logprobs: list[float] = []
         self.versions: list[WeightVersion] = []
         self.kv_versions: list[WeightVersion] = []
-        self.texts: list[str] = []
+        self.text = ""
 
     def add(self, completion: Completion) -> None:
         self.token_ids += completion.token_ids
@@ -123,14 +180,14 @@ class _Response:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.kv_versions += completion.kv_versions
-        self.texts.append(completion.text)
+        self.text = completion.text
 
-    def observe(self, observation: tuple[int, ...]) -> None:
-        self.token_ids += observation
-        self.loss_mask += [False] * len(observation)
-        self.logprobs += [0.0] * len(observation)
-        self.versions += [self.versions[-1]] * len(observation)
-        self.kv_versions += [self.kv_versions[-1]] * len(observation)
+    def observe(self, ids: tuple[int, ...]) -> None:
+        self.token_ids += ids
+        self.loss_mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [self.versions[-1]] * len(ids)
+        self.kv_versions += [self.kv_versions[-1]] * len(ids)
 
     def trajectory(self, sample_id: str, prompt_ids: tuple[int, ...], status: Status) -> Trajectory:
         return Trajectory(
@@ -142,114 +199,5 @@ class _Response:
             policy_versions=tuple(self.versions),
             kv_versions=tuple(self.kv_versions),
             status=status,
-            text="".join(self.texts),
+            text=self.text,
         )
-
-
-class PromptTooLong(ValueError):
-    """A prompt that leaves no room, or is over the recipe's limit: the task is skipped and counted, never cut."""
-
-    def __init__(self, name: str, length: int, limit: int, reason: str) -> None:
-        super().__init__(f"{name}: the prompt has {length} tokens, expected at most {limit} ({reason})")
-        self.length, self.limit = length, limit
-
-
-class PromptEncoder:
-    """Tasks to token ids and back, with the policy's own tokenizer.
-
-    Token ids stay as they are.  Messages go through the chat template, with the opening of the assistant's turn.  Text is
-    tokenised with the tokenizer's own special tokens; a model that has a BOS and no chat template gets the BOS in front even
-    where its tokenizer does not add it by itself.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat: bool = False,
-        system_prompt: str | None = None,
-        max_prompt_tokens: int | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        """With ``chat``, text is the user's turn.
-
-        ``max_prompt_tokens`` is the recipe's limit; ``max_length`` the context, which must hold one token more.
-        """
-        self._chat = chat
-        self.tokenizer = tokenizer
-        self._system_prompt = system_prompt
-        self._max_length = max_length
-        limits = []
-        if max_prompt_tokens is not None:
-            limits.append((max_prompt_tokens, "data.max_prompt_tokens"))
-        if max_length is not None:
-            limits.append((max_length - 1, "model.max_length leaves no room for a response"))
-        self._limit = min(limits, default=None)
-
-    def encode(self, task: Task) -> tuple[int, ...]:
-        """The prompt's token ids [P].
-
-        Raises PromptTooLong, and ValueError for messages without a chat template, a system prompt for a prompt that is no
-        chat, or a prompt without tokens.
-        """
-        prompt = task.prompt
-        if self._chat and isinstance(prompt, str):
-            prompt = ({"role": "user", "content": prompt},)
-        if isinstance(prompt, str):
-            ids = self._encode_text(prompt)
-        elif prompt and isinstance(prompt[0], int):
-            ids = list(prompt)  # type: ignore[arg-type]
-        else:
-            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
-        if self._system_prompt is not None and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))):
-            raise ValueError(f"data.system_prompt is set, but task {task.id} is no chat; set data.chat: true, or remove it")
-        if not ids:
-            raise ValueError(f"task {task.id}: the prompt has no tokens; a model without BOS needs at least one")
-        if self._limit is not None and len(ids) > self._limit[0]:
-            raise PromptTooLong(f"task {task.id}", len(ids), *self._limit)
-        return tuple(ids)
-
-    def demonstration(self, task: Task) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Prompt ids [P] and the ids of the demonstration with the EOS that ends it [L], for the cross-entropy stream.
-
-        The EOS is a label like any other, also for a tokenizer whose padding token is its EOS.  Raises ValueError for a task
-        without a demonstration or a tokenizer without EOS, and PromptTooLong.
-        """
-        if task.completion is None:
-            raise ValueError(
-                f"task {task.id}: {task.source} has no demonstration; supervised steps need a `completion` column, "
-                "or `messages` that end with the assistant's turn"
-            )
-        if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token, so a demonstration cannot end; set eos_token in its files")
-        completion = (*self.tokenizer(task.completion, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id)
-        prompt = self.encode(task)
-        if self._max_length is not None and len(prompt) + len(completion) > self._max_length:
-            length = len(prompt) + len(completion)
-            raise PromptTooLong(f"task {task.id}", length, self._max_length, "with its demonstration, by model.max_length")
-        return prompt, completion
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text that graders see: without special tokens, otherwise exactly what the ids spell."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _encode_text(self, text: str) -> list[int]:
-        ids = list(self.tokenizer(text).input_ids)
-        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
-        if ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token):
-            ids.pop()  # a tokenizer that ends every text would end the response before it begins
-        if bos is not None and not self.tokenizer.chat_template and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        return ids
-
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the prompts are chat messages, but the model's tokenizer has no chat template; use an instruction-tuned "
-                "model, add a chat_template to its tokenizer, or give `prompt` as text"
-            )
-        chat = [dict(message) for message in messages]
-        if self._system_prompt is not None and chat[0]["role"] != "system":
-            chat.insert(0, {"role": "system", "content": self._system_prompt})
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.recipe_problems import options_of
-from slipstream.core.schema import Section
+from slipstream.core.section import Section
 from slipstream.rollout.rows import Row
 
 MAX_PROBLEMS = 20

@@ -15,16 +15,14 @@ from typing import Any, Literal, overload
 from pydantic import Field, model_validator
 
 from slipstream.core.recipe_problems import options_of
-from slipstream.core.schema import Fraction, Positive, Section
-from slipstream.rollout.rows import Row, is_held_out
+from slipstream.core.section import Fraction, Positive, Section
+from slipstream.rollout.rows import Row, Split, is_held_out
 
 _SEED_SPACING = 10**9  # between seeds of runs; streams within one run are 5·10⁷ apart, with fewer items each
 _STREAM_SPACING = 5 * 10**7
 _WRONG_DIRECTION = 0.7  # of the wrong demonstrations; the others drop a number
 _LONG_SHARES = ((0.62, 2, 4), (0.26, 5, 8), (0.12, 9, 16))  # share, fewest and most numbers
 _TRIES = 64
-
-Split = Literal["train", "eval"]
 
 
 class NumberSorting(Section):

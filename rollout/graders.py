@@ -19,18 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.rollout.failures import GradingError
+
 START_TIMEOUT_S = 120.0
-
-
-class GradingError(RuntimeError):
-    """A group that cannot be graded fails, with a reason to count it by (``"math/timeout"``); it never gets a reward of 0."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, str(self).removeprefix(f"{self.reason}: "))
 
 
 @dataclass(frozen=True, slots=True)

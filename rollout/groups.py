@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
-from slipstream.rollout.environment import SingleTurn, rollout
+from slipstream.rollout.environment import Completion, Episode, Limits, Observation
+from slipstream.rollout.environments import Environments, score
+from slipstream.rollout.failures import GroupFailed
+from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.rewards import Rewards
 
 if TYPE_CHECKING:
@@ -25,30 +29,34 @@ class GroupSampler:
     def __init__(
         self,
         engine: Engine,
-        decode: Callable[[Sequence[int]], str],
+        encoder: PromptEncoder,
+        environments: Environments,
         rewards: Rewards,
         *,
         seed: int | None,
-        max_tokens: int,
-        max_length: int,
+        limits: Limits,
     ) -> None:
         self._engine = engine
-        self._decode = decode
+        self._encoder = encoder
+        self._environments = environments
         self._rewards = rewards
         self._seed = seed
-        self._max_tokens = max_tokens
-        self._max_length = max_length
-        self._running: dict[str, tuple[asyncio.Task[list[Trajectory]], tuple[str, ...]]] = {}
+        self._limits = limits
+        self._running: dict[str, tuple[asyncio.Task[list[Trajectory]], list[Episode]]] = {}
         self._aborted: set[str] = set()
 
-    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
-        """``size`` graded siblings of ``task``.
+    async def sample(
+        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, *, abortable: bool = True
+    ) -> Group:
+        """``size`` graded siblings of ``task``; ``abort_before`` concerns those that are ``abortable``.
 
-        Raises GradingError if the grader fails, EngineFailed if the engine does, GroupAborted after ``abort_before``.
+        Raises GroupFailed if an environment or the grader fails, EngineFailed if the engine does, GroupAborted after
+        ``abort_before``.
         """
-        sample_ids = tuple(f"{task.id}#{i}" for i in range(size))
-        siblings = asyncio.ensure_future(self._siblings(prompt_ids, sample_ids))
-        self._running[task.id] = (siblings, sample_ids)
+        episodes: list[Episode] = []
+        siblings = asyncio.ensure_future(self._siblings(task, prompt_ids, size, episodes))
+        if abortable:
+            self._running[task.id] = (siblings, episodes)
         try:
             trajectories = await siblings
         except asyncio.CancelledError:
@@ -57,32 +65,44 @@ class GroupSampler:
             siblings.cancel()
             raise
         finally:
-            del self._running[task.id]
+            self._running.pop(task.id, None)
             self._aborted.discard(task.id)
         graded = await self._rewards.grade(task, trajectories)
         return Group(task=task, dispatched=dispatched, trajectories=tuple(graded))
 
-    async def _siblings(self, prompt_ids: tuple[int, ...], sample_ids: Sequence[str]) -> list[Trajectory]:
-        async with asyncio.TaskGroup() as siblings:
-            tasks = [siblings.create_task(self._one(prompt_ids, sample_id)) for sample_id in sample_ids]
+    async def _siblings(self, task: Task, prompt_ids: tuple[int, ...], size: int, episodes: list[Episode]) -> list[Trajectory]:
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                tasks = [siblings.create_task(self._one(task, prompt_ids, i, episodes)) for i in range(size)]
+        except* GroupFailed as failures:
+            raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(self, prompt_ids: tuple[int, ...], sample_id: str) -> Trajectory:
-        return await rollout(
-            SingleTurn(prompt_ids),
+    async def _one(self, task: Task, prompt_ids: tuple[int, ...], sibling: int, episodes: list[Episode]) -> Trajectory:
+        sample_id = f"{task.id}#{sibling}"
+        environment = self._environments.open(task)
+
+        async def observe(completion: Completion) -> Observation:
+            return await self._environments.observe(environment, completion)
+
+        episode = Episode(
             self._engine,
+            prompt_ids,
             sample_id=sample_id,
             seed=None if self._seed is None else sample_seed(self._seed, sample_id),
-            max_tokens=self._max_tokens,
-            max_length=self._max_length,
-            decode=self._decode,
+            limits=self._limits,
+            observe=observe,
+            encode=partial(self._encoder.observation, task),
+            decode=self._encoder.decode,
         )
+        episodes.append(episode)
+        return replace(await episode.run(), rewards=score(environment))
 
     def abort_before(self, oldest: WeightVersion) -> None:
-        """Call off the running groups that have a request admitted before ``oldest``."""
-        for group_id, (siblings, sample_ids) in self._running.items():
-            admitted = (self._engine.admitted.get(sample_id) for sample_id in sample_ids)
-            if any(version is not None and version < oldest for version in admitted):
+        """Call off the running groups that have a turn, over or under way, admitted before ``oldest``."""
+        for group_id, (siblings, episodes) in self._running.items():
+            begun = (episode.oldest or self._engine.admitted.get(episode.sample_id) for episode in episodes)
+            if any(version is not None and version < oldest for version in begun):
                 self._aborted.add(group_id)
                 siblings.cancel()
 

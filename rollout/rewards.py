@@ -1,7 +1,8 @@
 """Rewards: from a group's responses to their scores, each part logged by name.
 
-``exact`` runs in this process; ``regex``, ``math``, ``reasoning_gym`` and the user's ``module:function`` run in worker
-processes with a wall clock.  What cannot be graded fails its group: a fault is never a reward of 0.
+``exact`` runs in this process, and ``environment`` is the score that the episode's environment gave; ``regex``, ``math``,
+``reasoning_gym`` and the user's ``module:function`` run in worker processes with a wall clock.  What cannot be graded fails its
+group: a fault is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pydantic import Field, field_validator
 
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.records import Task, Trajectory
-from slipstream.core.schema import Reward, RewardPart, Section
-from slipstream.rollout.graders import Grader, GraderPool, GradingError
-
-__all__ = ["GradingError", "Rewards"]
+from slipstream.core.schema import Reward, RewardPart
+from slipstream.core.section import Section
+from slipstream.rollout.failures import GradingError
+from slipstream.rollout.graders import Grader, GraderPool
 
 
 class _Exact(Section):
@@ -49,7 +50,9 @@ class _RequireEos(Section):
     require_eos: bool = False
 
 
-_OPTIONS: dict[str, type[Section]] = {"exact": _Exact, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
+_HERE: dict[str, type[Section]] = {"exact": _Exact, "environment": Section}
+"""What this process does itself."""
+_OPTIONS: dict[str, type[Section]] = {**_HERE, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -67,7 +70,7 @@ class Rewards:
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
-        graders = [_grader(part, options) for part, options in self._parts if part.function != "exact"]
+        graders = [_grader(part, options) for part, options in self._parts if part.function not in _HERE]
         self._pool = None
         if graders:
             self._pool = GraderPool(graders, workers=reward.workers, timeout_s=reward.timeout_s, search_path=search_path)
@@ -110,6 +113,8 @@ class Rewards:
         self, part: RewardPart, options: Any, task: Task, trajectories: Sequence[Trajectory]
     ) -> list[float | None]:
         built_in = part.function in _OPTIONS
+        if part.function == "environment":
+            return [trajectory.rewards.get("environment") for trajectory in trajectories]
         scores: list[float | None]
         if part.function == "exact":
             scores = [_exact(task, trajectory.text, options) for trajectory in trajectories]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from slipstream.core.records import Message
 
+Split = Literal["train", "eval"]
 HELD_OUT_SHARE = 8  # one prompt in so many is for evaluation
 
 
@@ -16,7 +17,7 @@ class Row(NamedTuple):
 
     prompt: str | tuple[Message, ...] | tuple[int, ...]
     answer: str | None = None
-    completion: str | None = None
+    completion: str | tuple[str, ...] | None = None
     columns: Mapping[str, Any] = {}
 
 

@@ -1,6 +1,7 @@
 """Where tasks come from, and their order: a pure function of (seed, epoch, position).
 
-Evaluation never shares a prompt with training.  Generated sources divide prompts by a hash of their text.  A file gives its
+Evaluation never shares a prompt with training (``builtin:guess_number`` apart, which has only one).  Generated sources divide
+prompts by a hash of their text.  A file gives its
 last ``monitor.eval.size`` rows, which training then leaves out together with every row of the same prompt, unless
 ``monitor.eval.source`` names another source.
 """
@@ -16,10 +17,11 @@ from typing import Protocol
 from slipstream.core.records import Task
 from slipstream.core.schema import Data, Evaluation
 from slipstream.rollout.files import read_rows
-from slipstream.rollout.generated import ReasoningGym, Split, number_sorting
-from slipstream.rollout.rows import Row
+from slipstream.rollout.generated import ReasoningGym, number_sorting
+from slipstream.rollout.guess_number import guess_number
+from slipstream.rollout.rows import Row, Split
 
-BUILT_IN = {"builtin:number_sorting": number_sorting}
+BUILT_IN = {"builtin:number_sorting": number_sorting, "builtin:guess_number": guess_number}
 _GYM = "reasoning_gym:"
 
 

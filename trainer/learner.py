@@ -25,7 +25,8 @@ from slipstream.core.weights import Bucket, TensorSpec
 from slipstream.trainer import publisher, state
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
 from slipstream.trainer.model import load_policy
-from slipstream.trainer.objective import SUMS, TERMS, Anchors, Objective, batch_metrics, step_metrics
+from slipstream.trainer.objective import SUMS, TERMS, Objective, step_metrics
+from slipstream.trainer.offpolicy import MEASURED, Anchors, MiniBatch, batch_metrics, judge
 from slipstream.trainer.optim import ShardedAdamW, build_adamw, learning_rate
 from slipstream.trainer.packing import PackedRow, pack, partition
 
@@ -84,17 +85,20 @@ class Learner:
 
     def set_reference(self, path: Path | None = None) -> None:
         """Freeze the KL reference: the model of a folder (``model.reference``, resolved), or the policy as it is now."""
-        reference = load_policy(path or self.model_path, self.recipe.model).requires_grad_(False)
+        if path is not None or self.reference is None:
+            reference = load_policy(path or self.model_path, self.recipe.model).requires_grad_(False)
+            if self.recipe.trainer.zero_stage < 3:
+                self.reference = reference.to(device())
+            else:
+                config = deepspeed_config(self.recipe)
+                self.reference, *_ = deepspeed.initialize(model=reference, config=config, dist_init_required=False)
         if path is None:
-            for (name, frozen), trained in zip(reference.named_parameters(), self.policy.parameters(), strict=True):
-                with deepspeed.zero.GatheredParameters([trained]):
+            gathered = deepspeed.zero.GatheredParameters
+            pairs = zip(self.reference.named_parameters(), self.policy.parameters(), strict=True)
+            for (name, frozen), trained in pairs:
+                with gathered([trained]), gathered([frozen], modifier_rank=0):
                     assert frozen.shape == trained.shape, f"{name}: got {trained.shape}, expected {frozen.shape}"
                     frozen.data.copy_(trained.data)
-        if self.recipe.trainer.zero_stage < 3:
-            self.reference = reference.to(device())
-        else:
-            config = deepspeed_config(self.recipe)
-            self.reference, *_ = deepspeed.initialize(model=reference, config=config, dist_init_required=False)
 
     def train(self, batch: TrainBatch) -> Metrics:
         """All inner optimizer steps of a batch.  Returns global metrics, the same on every rank.
@@ -103,33 +107,38 @@ class Learner:
         weights without a gradient.
         Raises FloatingPointError, naming the batch, if a loss or gradient norm is not finite: that step is then not
         applied (earlier inner steps of the batch are), and the learner is to be restored from a checkpoint.
+        The step that finds the policy beyond ``algo.max_inner_kl`` is the batch's last.
         """
         assert self.phase is not None, "begin_phase comes before train"
-        epochs = self.phase.epochs
-        rows = [self._rows(samples) for samples in batch.minibatches]
-        several_steps = epochs * len(rows) > 1
-        anchors = [
-            [self._anchors(row, proximal=several_steps) if denominator else Anchors() for row in minibatch]
-            for minibatch, denominator in zip(rows, batch.rl_denominators, strict=True)
-        ]
+        inner_steps = self.phase.epochs * len(batch.minibatches)
+        minibatches = self._minibatches(batch, inner_steps)
         parts: list[Metrics] = []
         tokens = 0
-        first_pass, ratio_tops, sums = dict.fromkeys(SUMS, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
-        for epoch in range(epochs):
-            for index, (minibatch, fixed) in enumerate(zip(rows, anchors, strict=True)):
-                denominators = batch.rl_denominators[index], batch.ce_denominators[index]
-                if not any(denominators):
-                    continue
-                tokens += sum(len(sample.input_ids) for sample in batch.minibatches[index])
-                sums, tops, metrics = self._step(minibatch, fixed, denominators, (batch.version, epoch, index))
-                parts.append(metrics)
-                if epoch == 0:
-                    first_pass = {name: first_pass[name] + sums[name] for name in SUMS}
-                    ratio_tops += tops
+        judged = judge(minibatches, self._objective.offpolicy) if self._objective.offpolicy.rejects else None
+        measured, ratio_tops, sums = dict.fromkeys(MEASURED, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
+        for step in range(inner_steps):
+            epoch, index = divmod(step, len(minibatches))
+            part = minibatches[index]
+            if not (part.rl_denominator or part.ce_denominator):
+                continue
+            tokens += part.tokens
+            sums, tops, metrics = self._step(part, step / inner_steps, (batch.version, epoch, index))
+            parts.append(metrics)
+            if epoch == 0:
+                measured = {name: measured[name] + sums[name] for name in MEASURED}
+                ratio_tops += tops
+            stops = self._drifted(sums) and step + 1 < inner_steps
+            if self.recipe.algo.max_inner_kl is not None:
+                parts.append({"offpolicy/early_stops": Sum(float(stops))})
+            if stops:
+                break
+        rejected_tokens = 0.0
+        if judged is not None:
+            measured, ratio_tops, rejected_tokens = judged
         (ratio_max,) = all_reduced([torch.stack([top.cpu() for top in ratio_tops]).max()], dist.ReduceOp.MAX)
         return {
             **merge(parts),
-            **batch_metrics(first_pass, sums, ratio_max),
+            **batch_metrics(measured, sums, ratio_max, rejected_tokens),
             "time/train_tokens": Sum(tokens),
         }
 
@@ -169,34 +178,48 @@ class Learner:
         """
         state.load(self, folder, total_steps)
 
-    def _rows(self, samples: Sequence[TrainSample]) -> list[PackedRow]:
-        plan = partition(samples, self.world_size, self._row_tokens)
-        return [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
+    def _minibatches(self, batch: TrainBatch, inner_steps: int) -> list[MiniBatch]:
+        """This rank's rows of every mini-batch, with what has to be known of them before the first step."""
+        found = []
+        with_proximal = self._objective.offpolicy.needs_forward(inner_steps)
+        for samples, rl, ce in zip(batch.minibatches, batch.rl_denominators, batch.ce_denominators, strict=True):
+            plan = partition(samples, self.world_size, self._row_tokens)
+            rows = [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
+            anchors = [self._anchors(row, proximal=with_proximal) if rl else Anchors(rl_N=row.rl_N) for row in rows]
+            tokens = sum(len(sample.input_ids) for sample in samples)
+            found.append(MiniBatch(rows=rows, anchors=anchors, rl_denominator=rl, ce_denominator=ce, tokens=tokens))
+        return found
 
     def _anchors(self, row: PackedRow, *, proximal: bool) -> Anchors:
         return Anchors(
+            rl_N=row.rl_N,
             proximal_N=self._logprobs(self.engine, row) if proximal else None,
             reference_N=self._logprobs(self.reference, row) if self._objective.kl is not None else None,
         )
 
+    def _drifted(self, sums: dict[str, float]) -> bool:
+        """Whether the mini-batch just trained on, as the step found it, is too far from the proximal policy."""
+        limit, tokens = self.recipe.algo.max_inner_kl, sums["rl_tokens"]
+        return limit is not None and tokens > 0 and sums["inner_kl"] / tokens > limit
+
     def _step(
-        self,
-        rows: Sequence[PackedRow],
-        anchors: Sequence[Anchors],
-        denominators: tuple[float, float],
-        place: tuple[WeightVersion, int, int],
+        self, part: MiniBatch, progress: float, place: tuple[WeightVersion, int, int]
     ) -> tuple[dict[str, float], list[Tensor], Metrics]:
         """One optimizer step over this rank's rows: its global sums, this rank's largest ratios, and its metrics."""
         assert self.phase is not None
-        rl_denominator, ce_denominator = denominators
         contributions = []
-        for i, (row, fixed) in enumerate(zip(rows, anchors, strict=True)):
-            self.engine.set_gradient_accumulation_boundary(i == len(rows) - 1)
-            part = self._objective(
-                _logits(self.engine, row), row, fixed, rl_denominator=rl_denominator, ce_denominator=ce_denominator
+        for i, (row, fixed) in enumerate(zip(part.rows, part.anchors, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(i == len(part.rows) - 1)
+            share = self._objective(
+                _logits(self.engine, row),
+                row,
+                fixed,
+                rl_denominator=part.rl_denominator,
+                ce_denominator=part.ce_denominator,
+                progress=progress,
             )
-            self.engine.backward(part.loss * self.world_size)  # DeepSpeed averages over the ranks; the denominator is global
-            contributions.append((part.sums, part.ratio_max))
+            self.engine.backward(share.loss * self.world_size)  # DeepSpeed averages over the ranks; the denominator is global
+            contributions.append((share.sums, share.ratio_max))
         totals = all_reduced([torch.stack([sums[name].double() for sums, _ in contributions]).sum() for name in SUMS])
         sums = dict(zip(SUMS, totals, strict=True))
         where = "batch {}, epoch {}, mini-batch {}".format(*place)

@@ -23,10 +23,11 @@ class PackedRow:
 
     Only the ``N`` positions of ``predicting_N`` get logits: position t predicts token t + 1, and the first of them for a
     sample is its last prompt token.  The other ``_N`` tensors stand in the same order, sample after sample;
-    ``lengths`` are the samples' shares of N.
+    ``sequence_N`` numbers the samples, and ``lengths`` are their shares of N.
 
     Example: samples (prompt ``[1, 9]``, response ``[4, 2]``) and (``[1]``, ``[7]``) give ``input_ids_T = [1 9 4 2 1 7]``,
-    ``position_ids_T = [0 1 2 3 0 1]``, ``predicting_N = [1 2 4]``, ``targets_N = [4 2 7]``, ``lengths = (2, 1)``.
+    ``position_ids_T = [0 1 2 3 0 1]``, ``predicting_N = [1 2 4]``, ``targets_N = [4 2 7]``, ``sequence_N = [0 0 1]``,
+    ``lengths = (2, 1)``.
     """
 
     input_ids_T: Int[Tensor, " T"]
@@ -37,6 +38,8 @@ class PackedRow:
     ce_N: Float[Tensor, " N"]
     advantages_N: Float[Tensor, " N"]
     behaviour_N: Float[Tensor, " N"]
+    lag_N: Float[Tensor, " N"]
+    sequence_N: Int[Tensor, " N"]
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device) -> PackedRow:
@@ -64,14 +67,16 @@ def pack(samples: Sequence[TrainSample]) -> PackedRow:
     position_ids: list[int] = []
     predicting: list[int] = []
     targets: list[int] = []
-    for sample in samples:
+    sequences: list[int] = []
+    for number, sample in enumerate(samples):
         start = len(input_ids)
         input_ids += sample.input_ids
         position_ids += range(len(sample.input_ids))
         predicting += range(start + sample.prompt_length - 1, start + len(sample.input_ids) - 1)
         targets += sample.input_ids[sample.prompt_length :]
+        sequences += [number] * len(sample.rl)
     if not samples:
-        input_ids, position_ids, predicting, targets = [0, 0], [0, 1], [0], [0]
+        input_ids, position_ids, predicting, targets, sequences = [0, 0], [0, 1], [0], [0], [0]
 
     def stream(name: str) -> Float[Tensor, " N"]:
         values = [value for sample in samples for value in getattr(sample, name)]
@@ -86,6 +91,8 @@ def pack(samples: Sequence[TrainSample]) -> PackedRow:
         ce_N=stream("ce"),
         advantages_N=stream("advantages"),
         behaviour_N=stream("behaviour_logprobs"),
+        lag_N=stream("lag"),
+        sequence_N=torch.tensor(sequences),
         lengths=tuple(len(sample.rl) for sample in samples),
     )
 

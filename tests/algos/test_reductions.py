@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from slipstream.algos.reductions import token_weights
+from slipstream.algos.reductions import reduce_to_kept, token_weights
 
 MASKS = [[True, True, False, True], [False, True], [False, False, False]]
 LOSSES = [[1.0, 2.0, 100.0, 3.0], [100.0, 6.0], [100.0, 100.0, 100.0]]
@@ -54,3 +55,39 @@ def test_refused_arguments():
         token_weights("mean", MASKS, max_tokens=5)
     with pytest.raises(ValueError, match="max_tokens: got 0"):
         token_weights("constant", MASKS, max_tokens=0)
+
+
+ROW = torch.tensor([0, 0, 0, 2, 2])
+KEPT = torch.tensor([True, False, True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "after", "share"),
+    [
+        ("token_mean", [1.0, 0.5, 0.25, 1.0, 1.0], [1.0, 0.0, 0.25, 0.0, 0.0], 2.0),  # two tokens are kept
+        # thirds of the first sequence become halves (and keep their decay of 1/2); the second leaves
+        ("sequence_mean", [1 / 3, 1 / 3, 1 / 6, 1 / 2, 1 / 2], [1 / 2, 0.0, 1 / 4, 0.0, 0.0], 1.0),
+        ("constant", [1.0, 0.5, 0.25, 1.0, 1.0], [1.0, 0.0, 0.25, 0.0, 0.0], 0.0),
+    ],
+)
+def test_rejected_tokens_leave_the_denominator(mode, before, after, share):
+    weights_T, found = reduce_to_kept(mode, torch.tensor(before), KEPT, ROW)
+    torch.testing.assert_close(weights_T, torch.tensor(after))
+    assert found.item() == share
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_a_mean_of_ones_is_one_after_rejection_too(mode):
+    masks = [[True] * 3, [True] * 2]
+    weights, _ = token_weights(mode, masks, max_tokens=5)
+    flat = torch.tensor([w for row in weights for w in row])
+    weights_T, share = reduce_to_kept(mode, flat, torch.tensor([True, False, True, False, True]), ROW)
+    assert (weights_T.sum() / share).item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "constant"])
+def test_keeping_all_changes_nothing(mode):
+    weights, denominator = token_weights(mode, [[True] * 3, [True] * 2], max_tokens=5)
+    flat = torch.tensor([w for row in weights for w in row])
+    weights_T, share = reduce_to_kept(mode, flat, torch.ones(5).bool(), ROW)
+    assert torch.equal(weights_T, flat) and (mode == "constant" or share.item() == pytest.approx(denominator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from slipstream.cluster.assembly import (
     assemble_demonstrations,
     kl_penalties,
     loss_mask,
+    overlong_reward,
     sample_record,
     samples_of,
     staleness_metrics,
@@ -27,7 +29,7 @@ def recipe(*, bound: int = 1, **algo: Any) -> Recipe:
             "name": "test",
             "model": {"path": "builtin:tiny"},
             "data": {"source": "builtin:number_sorting"},
-            "algo": {"scale_by_std": False, **algo},
+            "algo": {"name": "dr_grpo", "reduction": "token_mean", **algo},
             "rollout": {"sampling": {"max_tokens": 4}},
             "schedule": {"max_staleness": bound, "groups_per_step": 8},
         }
@@ -151,7 +153,7 @@ def test_samples_for_the_reference_are_whole() -> None:
 
 def test_a_record_has_runs() -> None:
     trajectory = response("g#0", 1.0, 1, 1, 2, 3, observed=(0,))
-    record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW)
+    record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW, "trained")
     assert record == {
         "batch": 4,
         "assembled_at": "0.3",
@@ -196,3 +198,47 @@ def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
     for name, value in expected.items():
         assert metrics[name] == (value if isinstance(value, dict) else pytest.approx(value)), name
     assert set(metrics) == set(expected)
+
+
+def test_lags_are_stamped_across_attempts() -> None:
+    """Learner at 1.3, resumed: a token of 0.1 lags by two committed batches, one of 1.3 by none."""
+    resumed = replace(
+        response("a", 1.0, 1, 2, 3), policy_versions=(WeightVersion(0, 1), WeightVersion(0, 2), WeightVersion(1, 3))
+    )
+    made = assemble([group("g", resumed, response("b", 0.0, 3))], WeightVersion(1, 3), recipe(bound=2))
+    assert by_name(made.batch)["a"].lag == (2, 1, 0)
+
+
+def test_weights_fall_with_the_lag_up_to_the_bound() -> None:
+    """lag_decay 1/2, bound 1: lags 2, 1, 0 weigh 0 (stale), 1/2, 1; the denominator counts the two fresh tokens and b's."""
+    decaying = recipe()
+    decaying = decaying.model_copy(update={"schedule": decaying.schedule.model_copy(update={"lag_decay": 0.5})})
+    made = assemble([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 3))], NOW, decaying)
+    assert by_name(made.batch)["a"].rl == (0.0, 0.5, 1.0) and made.batch.rl_denominators == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("written", "reward"),  # soft 1/2 of 4 tokens: 0 up to two, then -1/2 and -1
+    [(1, 0.0), (2, 0.0), (3, -0.5), (4, -1.0)],
+)
+def test_the_soft_overlong_punishment(written: int, reward: float) -> None:
+    assert overlong_reward(response("a", 1.0, *[3] * written), 4, 0.5) == pytest.approx(reward)
+
+
+def test_overlong_responses_count_in_the_statistics_and_train_nothing() -> None:
+    """c was cut off after 4 of 4 tokens: reward 1 − 1 = 0, mean (1 + 0 + 0) / 3 = 1/3, advantages 2/3, −1/3; no weight for c.
+
+    d is stale throughout, so it is stale, whether or not it was cut off.
+    """
+    cut = replace(response("c", 1.0, 3, 3, 3, 3), status="length")
+    stale = replace(response("d", 0.0, 0, 0), status="length")
+    groups = [group("g", response("a", 1.0, 3, 3), response("b", 0.0, 3), cut), group("h", response("e", 1.0, 3), stale)]
+    made = assemble(groups, NOW, recipe(overlong={"filter": True, "soft": 0.5}))
+    samples = by_name(made.batch)
+    assert set(samples) == {"a", "b", "e"} and made.batch.rl_denominators == (4.0,)
+    assert samples["a"].advantages == pytest.approx([2 / 3] * 2) and samples["b"].advantages == pytest.approx([-1 / 3])
+    outcomes = {record["sample_id"]: record["outcome"] for record in made.records}
+    assert outcomes == {"a": "trained", "b": "trained", "c": "filtered", "e": "trained", "d": "stale"}
+    (record,) = (r for r in made.records if r["sample_id"] == "c")
+    assert record["reward"] == 0.0 and record["rewards"] == {"exact": 1.0, "overlong": -1.0}
+    assert values(made.metrics)["reward/overlong"] == pytest.approx(-1 / 5)

@@ -1,5 +1,7 @@
 """The bound, the ledger and freedom from deadlock, over stragglers, late confirmation, failures and the end of the data."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -208,3 +210,18 @@ def test_the_ledger_refuses_what_does_not_balance() -> None:
     with pytest.raises(ValueError, match="does not balance"):
         Ledger.restore({**ledger.as_dict(), "trained": 1})
     assert Ledger.restore(ledger.as_dict()).as_dict() == ledger.as_dict()
+
+
+def test_overlong_samples_are_filtered_at_the_commit_and_stale_ones_stay_stale() -> None:
+    """η = 0, learner at 1.  Both responses of ``a`` were cut off, the second is stale besides; those of ``b`` are whole."""
+    new, old = WeightVersion(0, 1), WeightVersion(0, 0)
+    flow = Flow(schedule(0, 2), old, filter_overlong=True)
+    flow.learner = new
+    cut, whole = group("a", old, [new], [old]), group("b", old, [new], [new])
+    cut = replace(cut, trajectories=tuple(replace(t, status="length") for t in cut.trajectories))
+    for arrived in (cut, whole):
+        flow.dispatch(arrived.task.id, SIBLINGS)
+        flow.finish(arrived)
+    assert flow.take() is not None
+    flow.commit()
+    assert {state: n for state, n in flow.ledger.counts.items() if n} == {"filtered": 1, "stale": 1, "trained": 2}

@@ -29,7 +29,7 @@ from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
-from slipstream.rollout.environment import PromptTooLong
+from slipstream.rollout.prompts import PromptTooLong
 
 LEDGER = {"dispatched": 4, "in_flight": 0, "ready": 0, "training": 0, "trained": 4, "stale": 0, "filtered": 0, "failed": 0}
 

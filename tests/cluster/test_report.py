@@ -141,6 +141,24 @@ def test_each_token_shows_its_version_log_prob_and_weight() -> None:
     assert "… 100 more tokens" in render("why", sample(token_ids=[1] * 500, behaviour_logprobs=[0.0] * 500), None)
 
 
+def test_every_turn_begins_a_line_and_answers_have_no_log_prob() -> None:
+    """Two tokens of the policy, an answer of one, and the next turn of two."""
+    turns = sample(token_ids=[8, 2, 47, 6, 2], loss_mask=[[1, 0, 2], [0, 2, 3], [1, 3, 5]], versions=[["0.2", 0, 5]],
+                   kv_versions=[["0.2", 0, 5]], weights=[[1.0, 0, 2], [0.0, 2, 3], [1.0, 3, 5]],
+                   behaviour_logprobs=[-0.5, -0.1, 0.0, -0.5, -0.1])  # fmt: skip
+    shown = render("why", turns, {8: "4", 2: "■", 47: "<", 6: "2"}.__getitem__)
+    boxes = re.findall(r'<span class="(used|unused|observed)"[^>]*>(.*?)</span>|(<hr>)', shown)
+    assert [line or (kind, text) for kind, text, line in boxes] == [
+        ("used", "4<i>-0.50</i>"),
+        ("used", "■<i>-0.10</i>"),
+        ("observed", "&lt;"),
+        "<hr>",
+        ("used", "2<i>-0.50</i>"),
+        ("used", "■<i>-0.10</i>"),
+    ]
+    assert "<hr>" not in render("why", sample(), None)
+
+
 def test_the_chosen_samples_differ_and_show_extremes(tmp_path: Path) -> None:
     plain = [sample(sample_id=str(i), versions=[["0.2", 0, 3]], reward=0.5) for i in range(20)]
     plain[4] |= {"versions": [["0.0", 0, 1], ["0.1", 1, 2], ["0.2", 2, 3]]}

@@ -46,6 +46,7 @@ def pair(start: Start, workshop: Path) -> dict[str, Any]:
         "sync",
         "data={source: tasks.jsonl, shuffle: false}",
         "schedule={steps: 3, max_staleness: 0}",
+        "algo.correction.reject=[icepop, geometric, opsm]",
         "reward.parts=[{function: 'scores:faulty'}]",
     )
     free.until_commits(1)
@@ -147,7 +148,10 @@ def test_synchronous_training_is_on_policy(pair: dict[str, Any]) -> None:
     for metric in lines:
         assert metric["staleness/token_max"] == 0 and set(metric["staleness/token_hist"]) == {"0"}
         assert metric["staleness/kv_mean"] == 0 and metric["staleness/versions_per_sample_max"] == 1
-        assert abs(metric["offpolicy/ratio_mean"] - 1) <= 1e-4 and metric["offpolicy/ratio_max"] - 1 <= 1e-3
+        assert abs(metric["offpolicy/ratio_mean"] - 1) <= 1e-5 and metric["offpolicy/ratio_max"] - 1 <= 1e-5
+        assert abs(metric["offpolicy/ratio_truncated_mean"] - 1) <= 1e-5 and metric["offpolicy/ess"] >= 1 - 1e-6
+        for nothing in ("masked_frac", "clip_frac", "inner_step", "inner_kl"):  # although three rejections look on
+            assert abs(metric[f"offpolicy/{nothing}"]) <= 1e-6
     for sample in samples_of(pair["sync"].run):
         assert [v for v, *_ in sample["versions"]] == [sample["assembled_at"]]
 

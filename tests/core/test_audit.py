@@ -292,6 +292,11 @@ def stale_sample_called_trained(run):
     sample_of(run, "g4#1")["outcome"] = "trained"
 
 
+@broken("ledger", "g4#1 counts as 'filtered', but no token of it is within the bound")
+def stale_sample_called_filtered(run):
+    sample_of(run, "g4#1")["outcome"] = "filtered"
+
+
 @broken("ledger", "trained: summary.json says 14, the records 13")
 def summary_says_otherwise(run):
     run["summary"]["ledger"]["trained"] = 14
@@ -393,6 +398,15 @@ def test_offenders_are_counted_and_the_first_are_named(tmp_path):
     # eight samples, and the two totals that the summary disagrees with
     assert problem.startswith("ledger: 10 found: samples.jsonl:1 g0#0 counts") and problem.endswith("; and 7 more")
     assert "g1#0" in problem and "g1#1" not in problem
+
+
+def test_a_fresh_sample_may_be_filtered_within_its_batch(tmp_path):
+    """It was cut off, and the recipe gives such no weight: one less trained, one more filtered."""
+    run = deepcopy(GOOD)
+    sample_of(run, "g0#0").update(outcome="filtered", weights=[[0.0, 0, 4]])
+    run["summary"]["ledger"]["trained"] -= 1
+    run["summary"]["ledger"]["filtered"] += 1
+    assert audit(written(tmp_path, run)).problems == []
 
 
 def test_not_a_run_directory(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.core.algorithms import PRESETS
 from slipstream.core.recipe import RecipeError, dump_recipe, load_recipe
 
 GOOD = """
@@ -204,3 +205,112 @@ def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     heavy, seconds = done.stdout.rsplit(" ", 1)
     assert heavy == "[]" and math.isfinite(float(seconds)) and float(seconds) < 2.0, done.stdout
+
+
+def test_a_name_presets_the_rest_and_every_part_can_be_set(tmp_path: Path) -> None:
+    text = GOOD + "algo: {name: gspo, clip_high: 0.01, correction: {cap: 3}}\n"
+    algo = load_recipe([write(tmp_path, text)]).algo
+    assert (algo.loss, algo.reduction, algo.clip_low, algo.clip_high) == ("gspo", "sequence_mean", 3e-4, 0.01)
+    assert (algo.correction.weight, algo.correction.cap) == ("geometric", 3.0), (
+        "one key of a section leaves the preset's others"
+    )
+    algo = load_recipe([write(tmp_path, GOOD)], ["algo.name=dapo", "algo.overlong.filter=false"]).algo
+    assert (algo.clip_low, algo.clip_high, algo.overlong.filter, algo.overlong.soft) == (0.2, 0.28, False, 0.2)
+
+
+def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None:
+    """What ``constant`` divides by and ``overlong.soft`` measures: 10 tokens a turn, and 3 turns where somebody answers."""
+    rollout = "rollout: {{sampling: {{max_tokens: 10}}, environment: {{name: {}, max_turns: 3}}}}\n"
+    found = [load_recipe([write(tmp_path, GOOD + rollout.format(name))]) for name in ("single_turn", "calculator")]
+    assert [recipe.response_tokens for recipe in found] == [10, 30]
+    short = load_recipe([write(tmp_path, GOOD + rollout.format("calculator"))], ["model.max_length=24"])
+    assert short.response_tokens == 24, "and never more than the context"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward: {parts: [{function: environment}]}", "reward.parts: environment: single_turn has no score"),
+        (
+            "algo: {name: reinforce}\nschedule: {group_size: 1, groups_per_step: 1}",
+            "schedule.groups_per_step: got 1 group of 1",
+        ),
+        (
+            "rollout: {environment: {name: calculator, max_turns: 30}}",
+            "cluster.stall_timeout_s: got 600 s, expected more than rollout.environment.max_turns · timeout_s = 900 s",
+        ),
+        (
+            "algo: {epochs: 2, proximal: loglinear, max_inner_kl: 0.1}",
+            "algo.max_inner_kl: does not go with algo.proximal: loglinear",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in only(tmp_path, f"{GOOD}{text}\n")
+
+
+def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:
+    """With η = 2 there are slots for three batches: a fourth would wait for a publication that waits for it."""
+    load_recipe([write(tmp_path, GOOD + "schedule: {max_staleness: 2, publish_every: 3}\n")])
+    found = only(tmp_path, GOOD + "schedule: {max_staleness: 2, publish_every: 4}\n")
+    assert "schedule.publish_every: got 4, expected at most max_staleness + 1 = 3" in found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_holds_and_its_resolved_recipe_loads_again(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe([write(tmp_path, GOOD)], [f"algo.name={name}"])
+    assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
+
+
+def test_the_default_is_grpo_as_it_always_was(tmp_path: Path) -> None:
+    algo = load_recipe([write(tmp_path, GOOD)]).algo
+    assert algo == load_recipe([write(tmp_path, GOOD)], ["algo.name=grpo"]).algo
+    assert (algo.advantage, algo.loss, algo.clip_low, algo.clip_high, algo.dual_clip) == (
+        "grpo",
+        "clipped_surrogate",
+        0.2,
+        0.2,
+        None,
+    )
+    assert (algo.reduction, algo.correction.weight, algo.correction.cap, algo.correction.reject) == (
+        "token_mean",
+        "token",
+        2.0,
+        [],
+    )
+
+
+def test_contradictions_of_an_algorithm_are_all_reported(tmp_path: Path) -> None:
+    algo = (
+        "algo:\n  name: gspo\n  reduction: constant\n  clip_low: null\n  dual_clip: 1.0001\n  max_inner_kl: 0.1\n"
+        "  proximal: loglinear\n  correction: {reject: [opsm]}\nschedule: {group_size: 1}\n"
+    )
+    found = problems(tmp_path, GOOD + algo)
+    keys = ["reduction", "clip_low", "dual_clip", "max_inner_kl", "correction.reject"]
+    assert [p.split(": ")[1] for p in found] == [*(f"algo.{key}" for key in keys), "schedule.group_size"]
+    assert "weigh it by length" in found[0] and "loglinear has none" in found[4] and "compares siblings" in found[5]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{clip_low: 1.0}", "5: algo.clip_low: got 1.0, expected a number less than 1"),
+        ("{clip_low: null}", "5: algo.clip_low: got null, expected a number with loss clipped_surrogate"),
+        ("{name: cispo, dual_clip: 9}", "5: algo.dual_clip: loss cispo has no dual clip"),
+        ("{name: grop}", "5: algo.name: got 'grop', expected 'grpo'"),
+        ("{name: [a]}", "5: algo.name: got a list"),
+        ("{correction: 3}", "5: algo.correction: got 3, expected a section"),
+        ("{name: gspo, correction: 3}", "5: algo.correction: got 3, expected a section"),
+        (
+            "{correction: {icepop: {low: 5, high: 0.5}}}",
+            "5: algo.correction.icepop.low: got a band from 5 to 0.5",
+        ),
+        ("{correction: {geometric: {low: 1.1, high: 2}}}", "5: algo.correction.geometric.low: got a band from 1.1 to 2"),
+        ("{correction: {reject: [icepops]}}", "5: algo.correction.reject[0]: got 'icepops'"),
+        ("{kl: {refresh_every: 5}}", "5: algo.kl.refresh_every: there is no reference without a KL term"),
+        ("{name: sft, kl: {coefficient: 0.1}}", "5: algo.kl.coefficient: sft has no RL stream"),
+        ("{scale_by_std: false}", "5: algo.scale_by_std: unknown key"),
+    ],
+)
+def test_each_mistake_of_an_algorithm(tmp_path: Path, text: str, expected: str) -> None:
+    assert only(tmp_path, f"{GOOD}algo: {text}\n").startswith(expected)

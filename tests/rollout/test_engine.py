@@ -1,6 +1,7 @@
 """A real engine: weights change while it generates, and its log-probs are the learner's."""
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.core.records import WeightVersion
-from slipstream.core.schema import Model, Rollout, Sampling
+from slipstream.core.records import Trajectory, WeightVersion
+from slipstream.core.schema import KvOnUpdate, Model, Rollout, Sampling
 from slipstream.rollout.engine import Engine, EngineFailed
-from slipstream.rollout.environment import Completion
+from slipstream.rollout.environment import Completion, Episode, Limits, Observation
 from slipstream.rollout.weights import Staged, Stager, mapped_update
 from slipstream.trainer.distributed import free_port, join
 from slipstream.trainer.model import resolve_model
@@ -40,33 +41,33 @@ def stage(stager: Stager, policy: PreTrainedModel, version: WeightVersion, bucke
     return stager.complete(str(version), count)
 
 
+def differences(policy: PreTrainedModel, prompt: tuple[int, ...], answer: Completion, t: float = 1.0) -> torch.Tensor:
+    """|log-prob of the engine − log-prob of transformers| of each token, at temperature ``t``."""
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    with torch.no_grad():
+        logprobs = (policy(ids, use_cache=False).logits[0].double() / t).log_softmax(-1)
+    expected = logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    return (expected - torch.tensor(answer.logprobs, dtype=torch.float64)).abs()
+
+
 def worst_difference(
     policy: PreTrainedModel, prompts: Sequence[tuple[int, ...]], answers: Sequence[Completion], t: float
 ) -> float:
-    """max |log-prob of the engine − log-prob of transformers| at temperature ``t``."""
-    worst = 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([[*prompt, *answer.token_ids]])
-        with torch.no_grad():
-            logprobs = (policy(ids, use_cache=False).logits[0].double() / t).log_softmax(-1)
-        expected = logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        worst = max(worst, (expected - torch.tensor(answer.logprobs, dtype=torch.float64)).abs().max().item())
-    return worst
+    """The largest of all ``differences``."""
+    return max(differences(policy, p, a, t).max().item() for p, a in zip(prompts, answers, strict=True))
 
 
 class Running:
     """An engine on its own event loop, with the policy that its weights come from."""
 
     def __init__(
-        self, path: Path, run_id: str, *, temperature: float = 1.0, max_tokens: int = 48, max_num_seqs: int = 64
+        self, path: Path, run_id: str, *, max_tokens: int = 48, kv_cache_gib: float = 0.5, kv_on_update: KvOnUpdate = "keep"
     ) -> None:
         if not dist.is_initialized():
             join(0, 1, "127.0.0.1", free_port(), timeout_s=60)
         self.runner = asyncio.Runner()
         self.policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.rollout = Rollout(
-            max_num_seqs=max_num_seqs, kv_cache_gib=0.5, sampling=Sampling(max_tokens=max_tokens, temperature=temperature)
-        )
+        self.rollout = Rollout(max_num_seqs=64, kv_cache_gib=kv_cache_gib, sampling=Sampling(max_tokens=max_tokens))
         self.stager = Stager(run_id)
         self.version = WeightVersion(0, 0)
         self.eos = (2,)
@@ -79,6 +80,7 @@ class Running:
                 eos_ids=self.eos,
                 seed=7,
                 version=self.version,
+                kv_on_update=kv_on_update,
             )
         )
 
@@ -191,6 +193,7 @@ def test_stop_strings_end_a_response(tiny: Running) -> None:
     tiny.engine._sampling = tiny.rollout.sampling
     stopped = [a for a in answers if a.finish == "stop"]
     assert stopped and all(a.token_ids[-1] == seven and seven not in a.token_ids[:-1] for a in stopped)
+    assert all(a.text.endswith("7") for a in stopped), "the text is what the token ids spell"
     assert all(seven not in a.token_ids for a in answers if a.finish != "stop")
     assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in answers)
 
@@ -216,6 +219,117 @@ def test_tied_embeddings_follow_the_update(tmp_path: Path) -> None:
         assert worst_difference(tied.policy, PROMPTS, answers, 1.0) <= TOLERANCE
     finally:
         tied.close()
+
+
+async def updated_midway(running: Running, prompts: Sequence[tuple[int, ...]], tag: str) -> list[Completion]:
+    """Answers to ``prompts``, with one update once every request has begun and none can be near its end."""
+    start = running.engine.sampled_tokens
+    answers = asyncio.ensure_future(running.answers(prompts, tag))
+    while running.engine.sampled_tokens - start < 6 * len(prompts):
+        await asyncio.sleep(0.002)
+    await running.update(1)
+    return await answers
+
+
+def after_the_update(running: Running, prompts: Sequence[tuple[int, ...]], answers: Sequence[Completion]) -> list[torch.Tensor]:
+    """Per response with tokens of both versions: how far those of the new one are from a forward of the new policy."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        new = torch.tensor([version == running.version for version in answer.versions])
+        if 0 < new.sum() < len(new):
+            found.append(differences(running.policy, prompt, answer)[new])
+    return found
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_tokens_after_an_update_attend_to_the_entries_they_say(tmp_path: Path, kv_on_update: KvOnUpdate) -> None:
+    """``recompute``: the log-probs are the new policy's, to 1e-4.  ``keep``: they are nobody's, since the entries are older."""
+    path = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    running = Running(path, f"test-kv-{kv_on_update}", kv_on_update=kv_on_update)
+    try:
+        answers = running.run(updated_midway(running, PROMPTS[:48], "midway"))
+        off = after_the_update(running, PROMPTS[:48], answers)
+        assert len(off) > 10 and sum(len(one) for one in off) > 200
+        if kv_on_update == "recompute":
+            assert max(one.max() for one in off) <= TOLERANCE
+            assert all(answer.kv_versions == answer.versions for answer in answers)
+        else:
+            assert min(one.max() for one in off) > 10 * TOLERANCE
+            assert all(set(answer.kv_versions) == {WeightVersion(0, 0)} for answer in answers)
+        again = running.run(running.answers(PROMPTS[:48], "again"))  # and the engine goes on as it should
+        assert worst_difference(running.policy, PROMPTS[:48], again, 1.0) <= TOLERANCE
+    finally:
+        running.close()
+
+
+def test_a_preempted_request_records_entries_older_than_it_has(tmp_path: Path) -> None:
+    """A cache of some 80 blocks of 128 tokens; 64 requests, 120 prompt tokens each, want a second block at the same time.
+
+    vLLM preempts some, and fills their cache again under the new weights: their log-probs are the new policy's alone, while
+    ``kv_versions`` still says the version of the admission, which is the oldest that it can be.
+    """
+    path = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    running = Running(path, "test-preempted", kv_cache_gib=0.01)
+    prompts = [(1, *(4 + (i + k * (i % 7 + 1)) % 60 for k in range(119))) for i in range(64)]
+    try:
+        answers = running.run(updated_midway(running, prompts, "crowded"))
+        off = [one.max().item() for one in after_the_update(running, prompts, answers)]
+        assert any(worst <= TOLERANCE for worst in off), "no request was preempted: make the cache smaller"
+        assert any(worst > 10 * TOLERANCE for worst in off), "no request kept its entries: make the cache larger"
+        assert all(kv <= version for a in answers for kv, version in zip(a.kv_versions, a.versions, strict=True))
+    finally:
+        running.close()
+
+
+def test_turns_continue_the_ids_that_were_sampled_under_the_weights_of_their_moment(tiny: Running) -> None:
+    """Thirty episodes of two turns, new weights between the turns: each turn's log-probs are those of its own weights alone.
+
+    The second turn was admitted under the new version, so no KV entry of the old one may reach it, whatever the prefix
+    cache holds; the learner's forward on the trajectory's ids is the same as the engine's on its prompt.
+    """
+    old, old_policy = tiny.version, copy.deepcopy(tiny.policy)
+    updated, waiting = asyncio.Event(), []
+
+    async def observe(done: Completion) -> Observation:
+        if updated.is_set():
+            return None
+        waiting.append(done)
+        await updated.wait()
+        return (47, 5)
+
+    def episode(i: int) -> Episode:
+        return Episode(
+            tiny.engine,
+            PROMPTS[i],
+            sample_id=f"turns-{i}",
+            seed=None,
+            limits=Limits(max_tokens=48, max_turns=4, max_length=256),
+            observe=observe,
+            encode=lambda text, written: (),
+            decode=lambda ids: "",
+        )
+
+    async def story() -> list[Trajectory]:
+        played = [asyncio.ensure_future(episode(i).run()) for i in range(30)]
+        while len(waiting) < 30:
+            await asyncio.sleep(0.01)
+        await tiny.update(1)
+        updated.set()
+        return await asyncio.gather(*played)
+
+    played = tiny.run(story())
+    both = [(i, t) for i, t in enumerate(played) if not all(t.loss_mask)]
+    assert len(both) > 5, "too few first turns ended by themselves"
+    for i, trajectory in both:
+        observed = trajectory.loss_mask.index(False)
+        assert trajectory.loss_mask == (True,) * observed + (False,) * 2 + (True,) * (len(trajectory.token_ids) - observed - 2)
+        expected = (old,) * (observed + 2) + (tiny.version,) * (len(trajectory.token_ids) - observed - 2)
+        assert trajectory.policy_versions == trajectory.kv_versions == expected
+        written = Completion(token_ids=trajectory.token_ids, logprobs=trajectory.behaviour_logprobs, versions=expected,
+                             kv_versions=expected, finish="eos")  # fmt: skip
+        assert differences(old_policy, PROMPTS[i], written)[:observed].max() <= TOLERANCE
+        assert differences(tiny.policy, PROMPTS[i], written)[observed + 2 :].max() <= TOLERANCE
+        assert differences(old_policy, PROMPTS[i], written)[observed + 2 :].max() > TOLERANCE
 
 
 def test_a_failed_commit_ends_the_engine(tiny: Running, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from slipstream.core.records import Status, Task, Trajectory, WeightVersion
 from slipstream.core.schema import Reward, RewardPart
-from slipstream.rollout.rewards import GradingError, Rewards
+from slipstream.rollout.failures import GradingError
+from slipstream.rollout.rewards import Rewards
 
 
 def task(answer: str | None = "12", prompt: Any = "21<", columns: Mapping[str, Any] | None = None) -> Task:
@@ -46,6 +48,17 @@ def grade(reward: Reward, of: Task, siblings: list[Trajectory], search_path: Pat
 def scores(function: str, of: Task, siblings: list[Trajectory], **options: Any) -> list[float]:
     reward = Reward(parts=[RewardPart(function=function, options=options)], workers=1)
     return [graded.reward for graded in grade(reward, of, siblings)]
+
+
+def test_the_environments_score_is_a_part_like_any_other() -> None:
+    """Weighted 0.5, with ``exact``: 0.5·0.8 + 1 for the right answer; where nobody scored, the part does not apply."""
+    scored = [replace(sibling("12"), rewards={"environment": 0.8}), replace(sibling("21"), rewards={"environment": -1.0})]
+    reward = Reward(parts=[RewardPart(function="exact"), RewardPart(function="environment", weight=0.5)])
+    graded = grade(reward, task(), [*scored, sibling("12")])
+    assert [one.reward for one in graded] == pytest.approx([1.4, -0.5, 1.0])
+    assert dict(graded[0].rewards) == {"exact": 1.0, "environment": 0.8} and dict(graded[2].rewards) == {"exact": 1.0}
+    with pytest.raises(GradingError, match="not_applicable"):
+        grade(Reward(parts=[RewardPart(function="environment")]), task(), [sibling("12")])
 
 
 def test_exact_compares_the_whole_response_and_wants_its_end() -> None:

@@ -23,9 +23,31 @@ VOCABULARY = 32
 TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.3, 1.5, 2.0
 KL_COEFFICIENT = 0.1
+ICEPOP, GEOMETRIC, OPSM_DELTA = (0.1, 9.0), (0.3, 3.0), 0.3
 LR, BETAS, EPS, DECAY, MAX_NORM = 2e-3, (0.9, 0.95), 1e-4, 0.1, 0.5
 WARMUP, MIN_RATIO = 2, 0.1
 BATCHES = 5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is trained: the loss, the level of the behaviour weight, and what is done about off-policy tokens."""
+
+    loss: str = "clipped_surrogate"
+    level: str = "token"
+    clip_low: float = CLIP_LOW
+    clip_high: float = CLIP_HIGH
+    rejects: bool = False
+    loglinear: bool = False
+    max_inner_kl: float | None = None
+
+
+RULES = {
+    "grpo": Rule(),
+    "gspo": Rule(loss="gspo", level="geometric", clip_low=0.02, clip_high=0.02, max_inner_kl=0.03),
+    "rejecting": Rule(loss="dppo_tv", level="sequence", clip_low=0.01, clip_high=0.01, rejects=True),
+    "loglinear": Rule(loss="cispo", loglinear=True, max_inner_kl=1.7),
+}
 
 
 def write_model(folder: Path, *, tied: bool) -> None:
@@ -78,6 +100,7 @@ def _sample(rng: random.Random, name: str) -> TrainSample:
         ce=tuple(rng.choice((0.5, 1.0)) if with_ce else 0.0 for _ in range(length)),
         advantages=tuple([rng.gauss(0, 1)] * length if index % 2 else [rng.gauss(0, 1) for _ in range(length)]),
         behaviour_logprobs=tuple(rng.gauss(-4.0, 1.5) if weight else -1e9 for weight in rl),
+        lag=tuple(random.Random(name).choices((0, 0, 1, 2), k=length)),
     )
 
 
@@ -92,42 +115,74 @@ class Trace:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def plain_loop(folder: Path, *, epochs: int, minibatches: int) -> Iterator[Trace]:
+def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> Iterator[Trace]:
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     parameters = dict(policy.named_parameters())
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    total, step = BATCHES * epochs * minibatches, 0
+    inner, step = epochs * minibatches, 0
     for batch in recorded_batches(minibatches):
         trace = Trace()
         trace.logprobs = [[token_logprobs(policy, s, TEMPERATURE).tolist() for s in part] for part in batch.minibatches]
-        proximal = trace.logprobs
-        for _ in range(epochs):
-            for index, part in enumerate(batch.minibatches):
-                policy.zero_grad(set_to_none=True)
-                for sample, anchor in zip(part, proximal[index], strict=True):
-                    denominators = batch.rl_denominators[index], batch.ce_denominators[index]
-                    trace.events += backward(policy, reference, sample, anchor, *denominators)
-                gradient = {name: p.grad.clone() for name, p in parameters.items()}
-                norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
-                trace.gradients.append(gradient)
-                trace.norms.append(norm)
-                step += 1
-                scale = min(1.0, MAX_NORM / (norm + 1e-6))
-                with torch.no_grad():
-                    for name, p in parameters.items():
-                        g = gradient[name] * scale
-                        first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * g
-                        second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * g * g
-                        m = first[name] / (1 - BETAS[0] ** step)
-                        v = second[name] / (1 - BETAS[1] ** step)
-                        rate = lr(step - 1, total)
-                        if p.ndim > 1:
-                            p -= rate * DECAY * p
-                        p -= rate * m / (v.sqrt() + EPS)
+        kept = [
+            [keep(rule, sample, proximal, trace.events) for sample, proximal in zip(part, known, strict=True)]
+            for part, known in zip(batch.minibatches, trace.logprobs, strict=True)
+        ]
+        for j in range(inner):
+            index = j % minibatches
+            policy.zero_grad(set_to_none=True)
+            rl_denominator = batch.rl_denominators[index]
+            if rule.rejects:  # sequences with a kept token; a row's weights are shared anew in ``backward``
+                rl_denominator = float(sum(any(mask) for mask in kept[index]))
+            drift = []
+            for sample, anchor, mask in zip(batch.minibatches[index], trace.logprobs[index], kept[index], strict=True):
+                place = Place(rl_denominator, batch.ce_denominators[index], j / inner)
+                drift += backward(policy, reference, rule, sample, anchor, mask, place, trace.events)
+            gradient = {name: p.grad.clone() for name, p in parameters.items()}
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+            trace.gradients.append(gradient)
+            trace.norms.append(norm)
+            step += 1
+            scale = min(1.0, MAX_NORM / (norm + 1e-6))
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    g = gradient[name] * scale
+                    first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * g
+                    second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * g * g
+                    m = first[name] / (1 - BETAS[0] ** step)
+                    v = second[name] / (1 - BETAS[1] ** step)
+                    rate = lr(step - 1, BATCHES * inner)
+                    if p.ndim > 1:
+                        p -= rate * DECAY * p
+                    p -= rate * m / (v.sqrt() + EPS)
+            if rule.max_inner_kl is not None and j + 1 < inner:
+                stops = sum(math.exp(d) - 1 - d for d in drift) / len(drift) > rule.max_inner_kl
+                trace.events["stopped early" if stops else "went on"] += 1
+                if stops:
+                    break
         trace.parameters = {name: p.detach().clone() for name, p in parameters.items()}
         yield trace
+
+
+def keep(rule: Rule, sample: TrainSample, proximal: list[float], events: Counter[str]) -> list[bool]:
+    """Which tokens of RL weight the rejections leave, [L]."""
+    weighted = [t for t, weight in enumerate(sample.rl) if weight != 0]
+    logs = {t: proximal[t] - sample.behaviour_logprobs[t] for t in weighted}
+    if not rule.rejects or not weighted:
+        return [weight != 0 for weight in sample.rl]
+    mean = sum(logs.values()) / len(logs)
+    kept = []
+    for t in range(len(sample.rl)):
+        keeps = t in logs
+        if keeps and not ICEPOP[0] <= math.exp(logs[t]) <= ICEPOP[1]:
+            keeps, events["icepop"] = False, events["icepop"] + 1
+        if keeps and not GEOMETRIC[0] <= math.exp(mean) <= GEOMETRIC[1]:
+            keeps, events["geometric"] = False, events["geometric"] + 1
+        if keeps and sample.advantages[t] < 0 and -mean > OPSM_DELTA:
+            keeps, events["opsm"] = False, events["opsm"] + 1
+        kept.append(keeps)
+    return kept
 
 
 def lr(step: int, total: int) -> float:
@@ -144,39 +199,74 @@ def token_logprobs(model: PreTrainedModel, sample: TrainSample, temperature: flo
     return torch.log_softmax(logits / temperature, dim=-1)[torch.arange(len(sample.rl)), ids[0, sample.prompt_length :]]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Of an inner step: its global denominators, and how far the batch has come."""
+
+    rl_denominator: float
+    ce_denominator: float
+    progress: float
+
+
 def backward(
     policy: PreTrainedModel,
     reference: PreTrainedModel,
+    rule: Rule,
     sample: TrainSample,
     proximal: list[float],
-    rl_denominator: float,
-    ce_denominator: float,
-) -> Counter[str]:
-    """Adds the sample's gradient, d loss / d log π(token) by hand.  Returns how many tokens took which branch."""
-    events: Counter[str] = Counter()
+    kept: list[bool],
+    place: Place,
+    events: Counter[str],
+) -> list[float]:
+    """Adds the sample's gradient, d loss / d log π(token) by hand.  Counts which branch its tokens took.
+
+    Returns log(π_θ / π_prox) of each kept token.
+    """
     current = token_logprobs(policy, sample, TEMPERATURE)
+    logprobs = current.tolist()
     with torch.no_grad():
         anchor = token_logprobs(reference, sample, TEMPERATURE).tolist()
-    slopes = []
-    for t, logprob in enumerate(current.tolist()):
-        if sample.rl[t] == 0:
-            slopes.append(0.0)
-            events["stale"] += 1
-            continue
-        ratio, advantage = math.exp(logprob - proximal[t]), sample.advantages[t]
-        weight = min(math.exp(proximal[t] - sample.behaviour_logprobs[t]), CAP)
-        capped = weight == CAP
-        if advantage >= 0:
-            branch = "clipped high" if ratio > 1 + CLIP_HIGH else "moves"
-        else:
-            branch = "clipped low" if ratio < 1 - CLIP_LOW else "dual clip" if ratio > DUAL_CLIP else "moves"
-        events.update([branch, "capped" if capped else "uncapped"])
-        surrogate = -weight * ratio * advantage if branch == "moves" else 0.0
-        penalty = KL_COEFFICIENT * (logprob - anchor[t])  # the gradient of KL(π ‖ reference), with which k3's value travels
-        slopes.append(sample.rl[t] * (surrogate + penalty) / rl_denominator)
+    mine = [t for t, keeps in enumerate(kept) if keeps]
+    events["stale"] += sum(weight == 0 for weight in sample.rl)
+    if rule.loglinear:
+        share = [lag / (lag + place.progress) if lag else 0.0 for lag in sample.lag]
+        behaviour = sample.behaviour_logprobs
+        proximal = [b + a * (x - b) for a, b, x in zip(share, behaviour, logprobs, strict=True)]
+    drift = {t: logprobs[t] - proximal[t] for t in mine}
+    logs = {t: proximal[t] - sample.behaviour_logprobs[t] for t in mine}
+    reshared = sum(weight != 0 for weight in sample.rl) / len(mine) if rule.rejects and mine else 1.0
+    slopes = [0.0] * len(sample.rl)
+    for t in mine:
+        level = {"token": logs[t], "sequence": sum(logs.values()), "geometric": sum(logs.values()) / len(logs)}[rule.level]
+        weight = min(math.exp(max(min(level, 20.0), -20.0)), CAP)
+        ratio = math.exp(sum(drift.values()) / len(drift) if rule.loss == "gspo" else drift[t])
+        moved = math.exp(logprobs[t]) - math.exp(sample.behaviour_logprobs[t])
+        branch = branch_of(rule, ratio, moved, sample.advantages[t])
+        events.update([f"{rule.loss}: {branch}", "capped" if weight == CAP else "uncapped"])
+        if rule.loss == "cispo":
+            ratio, branch = max(min(ratio, 1 + rule.clip_high), 1 - rule.clip_low), "moves"
+        share_of_loss = sample.rl[t] * reshared / place.rl_denominator
+        surrogate = -weight * ratio * sample.advantages[t] * share_of_loss if branch == "moves" else 0.0
+        for k in mine if rule.loss == "gspo" else [t]:  # the ratio of a sequence depends on all of its tokens alike
+            slopes[k] += surrogate / (len(mine) if rule.loss == "gspo" else 1)
+        # The gradient of KL(π ‖ reference), with which k3's value travels, weighed as a sample of the current policy.
+        importance = min(math.exp(max(min(logprobs[t] - sample.behaviour_logprobs[t], 20.0), -20.0)), CAP)
+        penalty = KL_COEFFICIENT * (logprobs[t] - anchor[t]) * importance
+        slopes[t] += share_of_loss * penalty
     total = (torch.tensor(slopes) * current).sum()
     if any(sample.ce):
-        total = total - (torch.tensor(sample.ce) * token_logprobs(policy, sample, 1.0)).sum() / ce_denominator
+        total = total - (torch.tensor(sample.ce) * token_logprobs(policy, sample, 1.0)).sum() / place.ce_denominator
         events["cross-entropy"] += sum(weight != 0 for weight in sample.ce)
     total.backward()
-    return events
+    return list(drift.values())
+
+
+def branch_of(rule: Rule, ratio: float, moved: float, advantage: float) -> str:
+    if rule.loss == "dppo_tv":
+        masked = moved > rule.clip_high if advantage > 0 else moved < -rule.clip_low
+        return "masked" if masked else "moves"
+    if rule.loss == "cispo":
+        return "clipped high" if ratio > 1 + rule.clip_high else "clipped low" if ratio < 1 - rule.clip_low else "moves"
+    if advantage >= 0:
+        return "clipped high" if ratio > 1 + rule.clip_high else "moves"
+    return "clipped low" if ratio < 1 - rule.clip_low else "dual clip" if ratio > DUAL_CLIP else "moves"

@@ -42,6 +42,7 @@ def batch(number: int) -> TrainBatch:
                 ce=(0.0,) * length,
                 advantages=(rng.gauss(0, 1),) * length,
                 behaviour_logprobs=tuple(rng.gauss(-5, 1) for _ in range(length)),
+                lag=(0,) * length,
             )
         )
     tokens = float(sum(len(s.rl) for s in samples))

@@ -39,6 +39,7 @@ def copy_task(seed: int, count: int = 64) -> TrainBatch:
                 ce=ones,
                 advantages=zeros,
                 behaviour_logprobs=zeros,
+                lag=(0,) * length,
             )
         )
     return TrainBatch(

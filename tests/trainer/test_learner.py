@@ -44,6 +44,7 @@ def samples(count: int = 6, *, rl: float = 1.0, ce: float = 0.0, seed: int = 0) 
                 ce=(ce,) * length,
                 advantages=(rng.choice((-1.0, 1.0)),) * length,
                 behaviour_logprobs=(-4.0,) * length,
+                lag=(0,) * length,
             )
         )
     return made
@@ -81,7 +82,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_metrics_of_a_batch_whose_sampler_was_half_as_sure(recipe: Build) -> None:
     """Behaviour log-probs = the policy's − log 2 on every token, so π_prox / π_b = 2 throughout: truncated to 1.5, ess 1, k1
     estimate of KL(π_b ‖ π_prox) = −log 2.  On the first inner step the policy loss is −Σ 1.5 · A / n."""
-    learner = make(recipe(algo={"behaviour_cap": 1.5}, rollout={"sampling": {"temperature": 0.5}}))
+    learner = make(recipe(algo={"correction": {"cap": 1.5}}, rollout={"sampling": {"temperature": 0.5}}))
     drawn = samples()
     logprobs = learner.logprobs(drawn, "policy")
     drawn = [
@@ -114,7 +115,7 @@ def test_ess_of_unequal_ratios(recipe: Build) -> None:
     (drawn,) = samples(1)
     drawn = replaced(
         drawn, input_ids=(*drawn.input_ids[:1], 4, 5, 6, 7), prompt_length=1, rl=(1.0,) * 4, ce=(0.0,) * 4,
-        advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4,
+        advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4, lag=(0,) * 4,
     )  # fmt: skip
     (known,) = learner.logprobs([drawn], "policy")
     drawn = replaced(drawn, behaviour_logprobs=tuple(v - math.log(r) for v, r in zip(known, (1, 1, 2, 4), strict=True)))
@@ -212,6 +213,91 @@ def test_the_reference_stays_while_the_policy_moves(recipe: Build) -> None:
     assert learner.logprobs(drawn, "policy") != before
     assert first["kl/ref"] > 0, "the mean of two inner steps, of which the first starts at 0"
     assert first["offpolicy/inner_step"] > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refreshed_reference_is_the_policy_of_that_moment(recipe: Build, tmp_path: Path, stage: int) -> None:
+    """It follows the policy when asked, stays behind at the next step, and is what a checkpoint brings back."""
+    built = recipe(algo={"kl": {"coefficient": 0.5, "refresh_every": 1}}, trainer={"zero_stage": stage})
+    learner, drawn = make(built), samples()
+    learner.set_reference()
+    first = learner.logprobs(drawn, "reference")
+    learner.train(batch_of([drawn]))
+    learner.set_reference()
+    refreshed = learner.logprobs(drawn, "reference")
+    assert refreshed == learner.logprobs(drawn, "policy") != first
+    learner.train(batch_of([drawn]))
+    assert learner.logprobs(drawn, "reference") == refreshed
+    learner.save(tmp_path / "saved")
+    again = make(built)
+    again.load(tmp_path / "saved")
+    assert again.logprobs(drawn, "reference") == refreshed
+
+
+def shifted(learner: Learner, drawn: Sequence[TrainSample], ratios: Sequence[float]) -> list[TrainSample]:
+    """The samples with π_prox / π_b = ``ratios``, one for each sample."""
+    known = learner.logprobs(drawn, "policy")
+    behaviours = [tuple(v - math.log(r) for v in values) for values, r in zip(known, ratios, strict=True)]
+    return [replaced(s, behaviour_logprobs=b) for s, b in zip(drawn, behaviours, strict=True)]
+
+
+def test_rejected_tokens_leave_loss_and_denominator_and_are_counted(recipe: Build) -> None:
+    """Ratios of 1 in four samples, 9 and 0.1 in the last two, which the band of 0.5 to 5 rejects: the update is that of the
+    four alone, and the metrics know of all six."""
+    outlying = recipe(algo={"correction": {"reject": ["icepop"]}})
+    learner, alone = make(outlying), make(recipe())
+    drawn = shifted(learner, samples(), [1, 1, 1, 1, 9, 0.1])
+    metrics = values(learner.train(batch_of([drawn])))
+    expected = values(alone.train(batch_of([drawn[:4]])))
+    for name in ("loss/policy", "loss/grad_norm", "loss/entropy"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+    for mine, other in zip(learner.policy.parameters(), alone.policy.parameters(), strict=True):  # 0.1 × the gradient
+        found, wanted = learner.adamw.gather(mine, "exp_avg"), alone.adamw.gather(other, "exp_avg")
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    lengths = [len(s.rl) for s in drawn]
+    assert metrics["offpolicy/masked_frac"] == pytest.approx(sum(lengths[4:]) / sum(lengths))
+    assert metrics["offpolicy/ratio_max"] == pytest.approx(9, rel=1e-4)
+    assert expected["offpolicy/masked_frac"] == 0.0
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_a_batch_that_is_rejected_throughout_makes_no_step_and_is_still_measured(recipe: Build, reduction: str) -> None:
+    learner = make(recipe(algo={"correction": {"reject": ["geometric"]}, "reduction": reduction}))
+    learner.train(batch_of([shifted(learner, samples(), [1] * 6)]))
+    before = weights_of(learner)
+    metrics = values(learner.train(batch_of([shifted(learner, samples(), [9] * 6)])))
+    assert same(before, weights_of(learner)) and learner.adamw.steps == 1
+    assert metrics["offpolicy/masked_frac"] == 1.0 and metrics["offpolicy/ratio_mean"] == pytest.approx(9, rel=1e-4)
+
+
+def test_early_stop_counts_the_step_that_saw_it_as_the_last(recipe: Build) -> None:
+    """Four steps of a learning rate of 1e-2: the second finds the policy moved, takes its step, and the batch ends."""
+    algo = {"epochs": 4, "max_inner_kl": 1e-4}
+    learner, drawn = make(recipe(algo=algo), lr=1e-2), samples()
+    metrics = values(learner.train(batch_of([drawn])))
+    assert learner.adamw.steps == 2 and metrics["offpolicy/early_stops"] == 1
+    assert metrics["offpolicy/inner_kl"] > 1e-4
+    patient = make(recipe(algo={**algo, "max_inner_kl": 100.0}), lr=1e-2)
+    assert values(patient.train(batch_of([drawn])))["offpolicy/early_stops"] == 0 and patient.adamw.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("algo", "forwards"),
+    [
+        ({}, 0),
+        ({"name": "gspo"}, 0),
+        ({"epochs": 2}, 1),
+        ({"epochs": 2, "proximal": "loglinear"}, 0),
+        ({"correction": {"reject": ["opsm"]}}, 1),
+    ],
+)
+def test_which_settings_cost_a_forward_pass(recipe: Build, monkeypatch: pytest.MonkeyPatch, algo: dict, forwards: int) -> None:
+    learner = make(recipe(algo=algo))
+    seen: list[int] = []
+    scored = learner._logprobs
+    monkeypatch.setattr(learner, "_logprobs", lambda *a: seen.append(1) or scored(*a))
+    learner.train(batch_of([samples()]))
+    assert len(seen) == forwards
 
 
 def test_a_warm_start_needs_no_reference_and_one_pass(recipe: Build) -> None:

@@ -20,25 +20,40 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "tokens": (16, 48, 4096),  # of a row: about a sample each; a few; all in one
     "order": ("given", "reversed", "shuffled"),  # of the samples, so of their packing
-    "inner": ((1, 1), (2, 1), (1, 2)),  # epochs, mini-batches
+    "inner": ((1, 1), (3, 1), (1, 2)),  # epochs, mini-batches
     "tied": (False, True),
+    "rule": ("grpo", "gspo", "rejecting", "loglinear"),  # see `oracle.RULES`
 }
 CASES = [  # every pair of values of every two factors occurs (`test_cases_cover_all_pairs`)
-    (1, 0, 16, "given", (1, 2), False),
-    (1, 1, 48, "shuffled", (2, 1), False),
-    (1, 1, 4096, "given", (1, 1), True),
-    (1, 1, 4096, "given", (1, 2), True),
-    (1, 2, 4096, "reversed", (1, 1), False),
-    (1, 3, 48, "given", (1, 2), True),
-    (2, 0, 48, "reversed", (1, 1), True),
-    (2, 0, 4096, "shuffled", (2, 1), False),
-    (2, 1, 16, "reversed", (1, 2), False),
-    (2, 2, 16, "given", (2, 1), True),
-    (2, 2, 48, "shuffled", (1, 2), True),
-    (2, 3, 16, "shuffled", (1, 1), True),
-    (2, 3, 4096, "reversed", (2, 1), False),
+    (1, 0, 16, "given", (3, 1), True, "grpo"),
+    (1, 0, 16, "reversed", (1, 1), True, "rejecting"),
+    (1, 0, 48, "given", (1, 2), False, "gspo"),
+    (1, 1, 4096, "given", (3, 1), False, "loglinear"),
+    (1, 1, 4096, "reversed", (1, 1), False, "grpo"),
+    (1, 2, 48, "reversed", (3, 1), True, "loglinear"),
+    (1, 3, 4096, "reversed", (1, 2), True, "gspo"),
+    (1, 3, 48, "shuffled", (1, 1), False, "grpo"),
+    (1, 3, 48, "shuffled", (3, 1), False, "rejecting"),
+    (2, 0, 4096, "shuffled", (1, 2), True, "loglinear"),
+    (2, 1, 16, "reversed", (3, 1), False, "grpo"),
+    (2, 1, 16, "shuffled", (3, 1), True, "gspo"),
+    (2, 1, 48, "reversed", (1, 2), False, "rejecting"),
+    (2, 2, 16, "shuffled", (1, 2), False, "grpo"),
+    (2, 2, 4096, "given", (1, 1), True, "rejecting"),
+    (2, 2, 4096, "shuffled", (1, 1), True, "gspo"),
+    (2, 3, 16, "given", (1, 1), False, "loglinear"),
+    (2, 3, 48, "reversed", (3, 1), True, "gspo"),
 ]
-BRANCHES = {"moves", "clipped high", "clipped low", "dual clip", "capped", "uncapped", "stale", "cross-entropy"}
+SOMEWHERE = {"capped", "uncapped", "stale", "cross-entropy", "icepop", "geometric", "opsm", "stopped early", "went on"} | {
+    f"{loss}: {branch}"
+    for loss, branches in {
+        "clipped_surrogate": ("moves", "clipped high", "clipped low", "dual clip"),
+        "gspo": ("moves", "clipped high", "clipped low"),
+        "dppo_tv": ("moves", "masked"),
+        "cispo": ("moves", "clipped high", "clipped low"),
+    }.items()
+    for branch in branches
+}
 
 
 def test_cases_cover_all_pairs() -> None:
@@ -58,8 +73,8 @@ def test_learner_equals_the_plain_loop(ranks: int, tmp_path: Path) -> None:
     for result in results:
         errors = result["errors"]
         assert max(errors.values()) < 1e-5, result
-        assert {"stale", "capped", "uncapped", "moves", "cross-entropy"} <= result["events"].keys()
-    assert set().union(*(result["events"] for result in results)) == BRANCHES, "a branch of the loss was not exercised"
+        assert {"stale", "capped", "uncapped", "cross-entropy"} <= result["events"].keys()
+    assert set().union(*(result["events"] for result in results)) >= SOMEWHERE, "a branch was not exercised"
 
 
 def run_workers(cases: list[dict[str, Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:

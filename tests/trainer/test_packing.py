@@ -23,6 +23,7 @@ def sample(prompt: list[int], response: list[int], name: str = "s", rl: float = 
         ce=(0.0,) * length,
         advantages=tuple(float(i) for i in range(length)),
         behaviour_logprobs=tuple(-float(token) for token in response),
+        lag=(0,) * length,
     )
 
 

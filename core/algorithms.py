@@ -1,0 +1,180 @@
+"""The ``algo`` section of a recipe: what ``algo.name`` presets, every part that can be set, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from slipstream.core.section import Positive, Problems, Rate, Section
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "dr_grpo", "reduction": "constant"},
+    "dapo": {"clip_high": 0.28, "overlong": {"filter": True, "soft": 0.2}},
+    "rloo": {"advantage": "rloo"},
+    "reinforce": {"advantage": "reinforce"},
+    "reinforce_pp": {"advantage": "reinforce_pp"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
+    "gspo": {
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "reduction": "sequence_mean",
+        "correction": {"weight": "geometric"},
+    },
+    "cispo": {"loss": "cispo", "clip_low": None, "clip_high": 4.0},
+    "dppo": {"loss": "dppo_tv"},
+    "sft": {},
+}
+"""What a name sets differently from the defaults below; docs/algorithms.md has the sources.  The recipe's own keys win."""
+
+
+class KL(Section):
+    """KL to the reference.  ``reward``: k1, subtracted from the reward.  ``loss``: k2, or k3's value with k2's gradient."""
+
+    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    placement: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    importance: bool = Field(
+        True, description="in the loss: weigh each token by π_θ/π_b, truncated, as its KL is that of the current policy"
+    )
+    refresh_every: Positive | None = Field(
+        None, description="steps after which the policy becomes the new reference; default: the reference stays"
+    )
+
+    @model_validator(mode="after")
+    def _gradient_is_right(self) -> KL:
+        if self.coefficient and self.placement == "loss" and self.estimator == "k1":
+            raise ValueError("estimator: k1 in the loss has zero expected gradient; use k2 or k3, or placement: reward")
+        if self.coefficient and self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(f"estimator: {self.estimator} in the reward is biased; use k1, or placement: loss")
+        if self.refresh_every and not self.coefficient:
+            raise ValueError("refresh_every: there is no reference without a KL term; give a coefficient or remove the key")
+        return self
+
+
+class Band(Section):
+    """Ratios from ``low`` to ``high`` are kept."""
+
+    low: Annotated[float, Field(ge=0.0)]
+    high: Rate
+
+    @model_validator(mode="after")
+    def _is_a_band_around_one(self) -> Band:
+        if not self.low < 1 < self.high:
+            raise ValueError(f"low: got a band from {self.low:g} to {self.high:g}, expected low < 1 < high: on-policy is 1")
+        return self
+
+
+class Correction(Section):
+    """For tokens of another policy than the learner's: a weight π_prox/π_b, and what is left out.  Each is applied once.
+
+    ``weight``: the ratio per token, the product over the sequence, its geometric mean, or no correction.  ``reject``: tokens
+    outside the band ``icepop``, sequences whose geometric mean is outside ``geometric``, and (``opsm``) tokens of negative
+    advantage in sequences with mean log π_b/π_prox above ``opsm_delta``.  What is rejected leaves the denominator too.
+    """
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    cap: Annotated[float, Field(ge=1.0)] | None = Field(2.0, description="truncation of the weight; null: as large as it is")
+    reject: list[Literal["icepop", "geometric", "opsm"]] = Field(
+        default_factory=list, description="any of them costs a forward pass before each batch"
+    )
+    icepop: Band = Field(default_factory=lambda: Band(low=0.5, high=5.0), description="{low: 0.5, high: 5.0}")
+    geometric: Band = Field(default_factory=lambda: Band(low=0.99, high=1.01), description="{low: 0.99, high: 1.01}")
+    opsm_delta: Annotated[float, Field(ge=0.0)] = Field(1e-4, description="nats per token")
+
+
+class Overlong(Section):
+    """Responses that are cut off, or come close to the most that they may have (DAPO)."""
+
+    filter: bool = Field(False, description="they get no loss weight; their rewards still count in the group's statistics")
+    soft: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="share of the limit (max_tokens × turns, or the context) over which the reward falls by 1"
+    )
+
+
+class Algo(Section):
+    """The learning rule.  ``name`` presets the other keys; each of them can be set.  ``sft`` trains on demonstrations only."""
+
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "dppo", "sft"
+    ] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo", description="what is subtracted from a reward, and what it is divided by"
+    )
+    loss: Literal["clipped_surrogate", "gspo", "cispo", "dppo_tv"] = "clipped_surrogate"
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        0.2, description="below 1, of the ratio (dppo_tv: of the probability); null: no lower clip, for cispo only"
+    )
+    clip_high: Rate = 0.2
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(
+        None, description="bound on the ratio of a negative advantage (clipped_surrogate, gspo)"
+    )
+    correction: Correction = Field(default_factory=Correction)
+    proximal: Literal["recompute", "loglinear"] = Field(
+        "recompute",
+        description="recompute: a forward pass before a batch of several steps; loglinear: from π_b, π_θ and the lag",
+    )
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    kl: KL = Field(default_factory=KL)
+    epochs: Positive = Field(1, description="passes over each batch")
+    minibatches: Positive = Field(1, description="optimizer steps per pass")
+    max_inner_kl: Rate | None = Field(
+        None, description="nats: beyond this mean KL(π_prox ‖ π_θ) of a mini-batch, the batch gets no further steps"
+    )
+    overlong: Overlong = Field(default_factory=Overlong)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, written: Any) -> Any:
+        """What the recipe says, over what its ``name`` presets."""
+        if not isinstance(written, Mapping):
+            return written
+        name = written.get("name", "grpo")
+        return _over(PRESETS.get(name, {}) if isinstance(name, str) else {}, written)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl.coefficient > 0 and self.kl.placement == "reward"
+
+    @property
+    def inner_steps(self) -> int:
+        return self.epochs * self.minibatches
+
+    def problems(self) -> Problems:
+        """Rules between the keys of this section; all that are broken."""
+        found: Problems = []
+        if self.loss == "gspo" and self.reduction != "sequence_mean":
+            got = f"got {self.reduction}, expected sequence_mean with loss gspo"
+            found.append(("algo.reduction", f"{got}: its ratio is the sequence's, others would weigh it by length"))
+        if self.loss != "cispo" and self.clip_low is None:
+            found.append(("algo.clip_low", f"got null, expected a number with loss {self.loss}; only cispo does without"))
+        if self.dual_clip is not None and self.loss in ("cispo", "dppo_tv"):
+            found.append(("algo.dual_clip", f"loss {self.loss} has no dual clip; remove it"))
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            limit = f"1 + algo.clip_high = {1 + self.clip_high:g}"
+            found.append(("algo.dual_clip", f"got {self.dual_clip:g}, expected more than {limit}"))
+        if self.proximal == "loglinear" and self.correction.reject:
+            why = "it decides on fixed log-probs before the first step, and loglinear has none; use proximal: recompute"
+            found.append(("algo.correction.reject", f"does not go with algo.proximal: loglinear: {why}"))
+        if self.max_inner_kl is not None and self.inner_steps == 1:
+            found.append(
+                ("algo.max_inner_kl", "there is one step per batch, and nothing to stop; raise algo.epochs or remove it")
+            )
+        elif self.max_inner_kl is not None and self.proximal == "loglinear":
+            why = "its π_prox moves with the policy and hides the drift; use proximal: recompute"
+            found.append(("algo.max_inner_kl", f"does not go with algo.proximal: loglinear: {why}"))
+        if self.name == "sft" and self.kl.coefficient:
+            found.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
+        return found
+
+
+def _over(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """``written`` merged over ``preset``, section by section."""
+    merged = {**preset, **written}
+    for key, value in preset.items():
+        if isinstance(value, Mapping) and isinstance(written.get(key), Mapping):
+            merged[key] = _over(value, written[key])
+    return merged

@@ -1,0 +1,28 @@
+"""The schema, which cannot import torch, names what the dictionaries hold."""
+
+from typing import get_args
+
+import pytest
+
+from slipstream.algos.advantages import ADVANTAGES, OF_GROUPS
+from slipstream.algos.corrections import REJECTIONS, Level
+from slipstream.algos.losses import LOSSES
+from slipstream.core.algorithms import PRESETS, Algo, Correction
+from slipstream.core.schema import Recipe
+
+
+def test_every_name_of_the_schema_is_there_and_the_other_way_round():
+    fields = Algo.model_fields
+    assert set(get_args(fields["name"].annotation)) == set(PRESETS)
+    assert set(get_args(fields["loss"].annotation)) == set(LOSSES)
+    assert set(get_args(fields["advantage"].annotation)) == set(ADVANTAGES)
+    assert set(get_args(Correction.model_fields["weight"].annotation)) == set(get_args(Level))
+    (rejection,) = get_args(Correction.model_fields["reject"].annotation)
+    assert set(get_args(rejection)) == set(REJECTIONS)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_group_of_one_is_refused_where_siblings_are_compared(advantage):
+    sections = {"name": "x", "model": {"path": "builtin:tiny"}, "data": {"source": "builtin:number_sorting"}}
+    recipe = Recipe.model_validate({**sections, "algo": {"advantage": advantage}, "schedule": {"group_size": 1}})
+    assert [key for key, _ in recipe.cross_checks()] == (["schedule.group_size"] if advantage in OF_GROUPS else [])

@@ -1,0 +1,165 @@
+"""The other side of an episode: what is an observation, what fails a group, what is refused at the start."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.core.records import Status, Task, WeightVersion
+from slipstream.core.schema import Environment as Settings
+from slipstream.rollout import environments as module
+from slipstream.rollout.environment import Completion
+from slipstream.rollout.environments import Environments, score
+from slipstream.rollout.failures import EnvironmentFailed
+
+MINE = """
+import asyncio, threading, time
+from slipstream.rollout.environment import Environment, ToolError
+
+release = threading.Event()
+
+class Mine(Environment):
+    def __init__(self, task, *, wait_s=0.0):
+        super().__init__(task)
+        if task.answer == "unplayable":
+            raise KeyError("no such level")
+        self.wait_s, self.score = wait_s, {"nan": float("nan"), "text": "much"}.get(task.answer)
+
+    async def observe(self, completion):
+        text = completion.text
+        if text == "tool":
+            raise ToolError("no such tool")
+        if text == "sleep":
+            await asyncio.sleep(60)
+        if text == "own timeout":
+            raise TimeoutError("of a socket")
+        if text == "raise":
+            raise KeyError(text)
+        return {"end": None, "ids": (5, 6), "list": [5, 6], "mixed": (5, "6"), "number": 7}.get(text, f"you said {text}")
+
+class Blocking(Mine):
+    def observe(self, completion):
+        if completion.text == "hang":
+            release.wait(60)
+        if completion.text == "tool":
+            raise ToolError("no such tool")
+        return threading.current_thread() is not threading.main_thread() and "elsewhere"
+
+class Other:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("beside")
+    (path / "my_environments_of_the_test.py").write_text(MINE)
+    return path
+
+
+def task(answer: str | None = None) -> Task:
+    return Task(id="train/0/0", epoch=0, position=0, prompt="1-7?", answer=answer)
+
+
+def said(text: str, finish: Status = "eos") -> Completion:
+    version = (WeightVersion(0, 0),)
+    return Completion(token_ids=(2,), logprobs=(-0.1,), versions=version, kv_versions=version, finish=finish, text=text)
+
+
+def mine(folder: Path, name: str = "Mine", **settings: Any) -> Environments:
+    return Environments(Settings(name=f"my_environments_of_the_test:{name}", **settings), folder)
+
+
+def observe(environments: Environments, text: str) -> Any:
+    async def ask() -> Any:
+        return await environments.observe(environments.open(task()), said(text))
+
+    return asyncio.run(ask())
+
+
+def test_text_ids_and_the_end_are_answers(folder: Path) -> None:
+    environments = mine(folder, options={"wait_s": 0.5})
+    assert observe(environments, "hello") == "you said hello"
+    assert observe(environments, "ids") == (5, 6)
+    assert observe(environments, "end") is None
+
+
+@pytest.mark.parametrize("name", ["Mine", "Blocking"])
+def test_what_a_tool_gets_wrong_is_what_the_policy_reads(folder: Path, name: str) -> None:
+    assert observe(mine(folder, name), "tool") == "error: no such tool"
+
+
+def test_a_tool_that_hangs_is_an_error_and_holds_up_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that blocks its thread, which nobody can end: but of those there may be no more than ``MOST_HUNG``."""
+    assert observe(mine(folder, timeout_s=0.05), "sleep") == "error: no answer within 0.05 s"
+    monkeypatch.setattr(module, "MOST_HUNG", 2)
+    blocking = mine(folder, "Blocking", timeout_s=0.05)
+    assert observe(blocking, "hang") == "error: no answer within 0.05 s"
+    assert observe(blocking, "hello") == "elsewhere"
+    assert observe(blocking, "hang") == "error: no answer within 0.05 s"
+    with pytest.raises(EnvironmentFailed, match="environment/hung: 2 calls have not come back"):
+        observe(blocking, "hello")
+    __import__("my_environments_of_the_test").release.set()
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.main_thread():
+            thread.join(5)
+    assert observe(blocking, "hello") == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "environment/raised"),
+        ("own timeout", "environment/raised"),
+        ("list", "environment/wrong_result"),
+        ("mixed", "environment/wrong_result"),
+        ("number", "environment/wrong_result"),
+    ],
+)
+def test_what_an_environment_gets_wrong_fails_the_group_with_a_reason(folder: Path, text: str, reason: str) -> None:
+    with pytest.raises(EnvironmentFailed) as caught:
+        observe(mine(folder), text)
+    assert caught.value.reason == reason
+
+
+def test_an_environment_that_cannot_be_made_or_scored_fails_the_group(folder: Path) -> None:
+    environments = mine(folder)
+    with pytest.raises(EnvironmentFailed, match="environment/raised: KeyError: 'no such level'"):
+        environments.open(task("unplayable"))
+    assert score(environments.open(task())) == {}
+    for answer in ("nan", "text"):
+        with pytest.raises(EnvironmentFailed, match="environment/wrong_score"):
+            score(environments.open(task(answer)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"name": "calculater"}, r"rollout\.environment\.name: got 'calculater', .*did you mean calculator\?"),
+        ({"name": "absent_module:Mine"}, "cannot be imported .*expected module:Class beside the recipe"),
+        ({"name": "my_environments_of_the_test:Absent"}, "cannot be imported"),
+        ({"name": "my_environments_of_the_test:Other"}, "no subclass of slipstream"),
+        ({"name": "my_environments_of_the_test:Mine", "options": {"wait": 1}}, r"rollout\.environment\.options: .*'wait'"),
+        ({"name": "guess_number", "options": {"numbers": 9}}, r"rollout\.environment\.options\.numbers: unknown key"),
+        ({"name": "calculator", "options": {"opening": ""}}, r"rollout\.environment\.options\.opening"),
+    ],
+)
+def test_what_the_recipe_gets_wrong_is_refused_at_the_start(folder: Path, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Environments(Settings(**settings), folder)
+
+
+def test_an_environment_that_does_not_fit_the_source_is_refused_at_the_start(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.environment: not for task train/0/0 .*use data\.source builtin:guess_number"
+    ):
+        Environments(Settings(name="guess_number")).check(task("133469<"))
+    Environments(Settings(name="guess_number")).check(task("3"))
+    mine(folder).check(task())
+
+
+def test_a_single_turn_is_answered_by_nobody() -> None:
+    environments = Environments(Settings())
+    assert observe(environments, "12") is None and score(environments.open(task())) == {}
