@@ -31,11 +31,17 @@ class Assembled:
 
 
 def assemble(
-    groups: Sequence[Group], version: WeightVersion, recipe: Recipe, kl_of_sample: Mapping[str, float] | None = None
+    groups: Sequence[Group],
+    version: WeightVersion,
+    recipe: Recipe,
+    kl_of_sample: Mapping[str, float] | None = None,
+    gap_of_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> Assembled:
     """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
 
     ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
+    ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
+    (``distill.form: policy_gradient``).
     """
     algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.rollout.sampling.max_tokens
     if kl_of_sample is not None:
@@ -46,22 +52,47 @@ def assemble(
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
-    denominators: list[float] = []
+    rl_denominators: list[float] = []
+    distill_denominators: list[float] = []
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
         weights, denominator = _weights([t for _, t, _ in pairs], version, recipe)
         stamped = list(zip(pairs, weights, strict=True))
-        minibatches.append(tuple(_rl_sample(t, a, w, lags_of(t, version)) for (_, t, a), w in stamped if any(w)))
-        denominators.append(denominator)
+        minibatches.append(
+            tuple(
+                _written_sample(
+                    t,
+                    _token_advantages(t, a, recipe.distill.coefficient, gap_of_sample),
+                    lags_of(t, version),
+                    rl=w if recipe.trains_rl else None,
+                    distill=w if recipe.teaches == "full" else None,
+                )
+                for (_, t, a), w in stamped
+                if any(w)
+            )
+        )
+        rl_denominators.append(denominator if recipe.trains_rl else 0.0)
+        distill_denominators.append(denominator if recipe.teaches == "full" else 0.0)
         records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
-        rl_denominators=tuple(denominators),
+        rl_denominators=tuple(rl_denominators),
         ce_denominators=(0.0,) * len(minibatches),
+        distill_denominators=tuple(distill_denominators),
     )
-    return Assembled(batch, {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}, records)
+    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}
+    if gap_of_sample is not None:
+        metrics["distill/kl"] = _mean(
+            [
+                gap
+                for sample in (s for part in minibatches for s in part)
+                for gap, weight in zip(gap_of_sample[sample.sample_id], sample.rl, strict=True)
+                if weight
+            ]
+        )
+    return Assembled(batch, metrics, records)
 
 
 def assemble_demonstrations(
@@ -74,6 +105,7 @@ def assemble_demonstrations(
         minibatches=tuple(tuple(_ce_sample(*demonstration) for demonstration in part) for part in parts),
         rl_denominators=(0.0,) * len(parts),
         ce_denominators=tuple(float(sum(len(completion) for _, _, completion in part)) for part in parts),
+        distill_denominators=(0.0,) * len(parts),
     )
 
 
@@ -103,7 +135,8 @@ def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> flo
 
 
 def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe: Recipe) -> tuple[list[list[float]], float]:
-    """RL weights of the responses of one mini-batch, and their denominator, which does not depend on ``lag_decay``."""
+    """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
+    depend on ``lag_decay``."""
     bound, filters = recipe.schedule.max_staleness, recipe.algo.overlong.filter
     masks = [
         [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
@@ -137,15 +170,34 @@ def _adjusted(group: Group, name: str, coefficient: float, part: Callable[[Traje
     return replace(group, trajectories=trajectories)
 
 
-def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float], lags: tuple[int, ...]) -> TrainSample:
-    length = len(trajectory.token_ids)
+def _token_advantages(
+    trajectory: Trajectory, advantage: float, coefficient: float, gap_of_sample: Mapping[str, Sequence[float]] | None
+) -> tuple[float, ...]:
+    """The response's advantage on each token, less ``coefficient`` · (log π_b − log π_T) of the token: no discount carries a
+    token's gap to the tokens before it (Lu & Thinking Machines Lab 2025, "On-Policy Distillation")."""
+    if gap_of_sample is None:
+        return (advantage,) * len(trajectory.token_ids)
+    return tuple(advantage - coefficient * gap for gap in gap_of_sample[trajectory.sample_id])
+
+
+def _written_sample(
+    trajectory: Trajectory,
+    advantages: tuple[float, ...],
+    lags: tuple[int, ...],
+    *,
+    rl: Sequence[float] | None,
+    distill: Sequence[float] | None,
+) -> TrainSample:
+    """A response with its weights in two streams; None stands for zeros."""
+    zeros = (0.0,) * len(trajectory.token_ids)
     return TrainSample(
         sample_id=trajectory.sample_id,
         input_ids=trajectory.prompt_ids + trajectory.token_ids,
         prompt_length=len(trajectory.prompt_ids),
-        rl=tuple(weights),
-        ce=(0.0,) * length,
-        advantages=(advantage,) * length,
+        rl=zeros if rl is None else tuple(rl),
+        ce=zeros,
+        distill=zeros if distill is None else tuple(distill),
+        advantages=advantages,
         behaviour_logprobs=trajectory.behaviour_logprobs,
         lag=lags,
     )
@@ -159,6 +211,7 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
         prompt_length=len(prompt_ids),
         rl=zeros,
         ce=(1.0,) * len(completion_ids),
+        distill=zeros,
         advantages=zeros,
         behaviour_logprobs=zeros,
         lag=(0,) * len(completion_ids),
@@ -166,20 +219,27 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
 
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
-    """Whole trajectories with no weights yet, for scoring by the reference."""
+    """Whole trajectories with no weights yet, for scoring by the reference or the teacher."""
     trajectories = [t for group in groups for t in group.trajectories]
-    return [_rl_sample(t, 0.0, (0.0,) * len(t.token_ids), (0,) * len(t.token_ids)) for t in trajectories]
+    lengths = [len(t.token_ids) for t in trajectories]
+    return [_written_sample(t, (0.0,) * n, (0,) * n, rl=None, distill=None) for t, n in zip(trajectories, lengths, strict=True)]
+
+
+def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return {
+        t.sample_id: tuple(
+            behaviour - known if mine else 0.0
+            for behaviour, known, mine in zip(t.behaviour_logprobs, other, t.loss_mask, strict=True)
+        )
+        for t, other in zip(trajectories, other_logprobs, strict=True)
+    }
 
 
 def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """k1 of each sample under the policy that sampled it: Σ over its own tokens of (log π_b − log π_ref)."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    return {
-        t.sample_id: sum(
-            behaviour - ref for behaviour, ref, mine in zip(t.behaviour_logprobs, reference, t.loss_mask, strict=True) if mine
-        )
-        for t, reference in zip(trajectories, reference_logprobs, strict=True)
-    }
+    """k1 of each sample: the sum of its ``gaps``."""
+    return {sample_id: sum(of_tokens) for sample_id, of_tokens in gaps(groups, reference_logprobs).items()}
 
 
 def sample_record(
