@@ -52,8 +52,7 @@ def assemble(
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
-    rl_denominators: list[float] = []
-    distill_denominators: list[float] = []
+    denominators: list[float] = []
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
@@ -61,37 +60,24 @@ def assemble(
         stamped = list(zip(pairs, weights, strict=True))
         minibatches.append(
             tuple(
-                _written_sample(
-                    t,
-                    _token_advantages(t, a, recipe.distill.coefficient, gap_of_sample),
-                    lags_of(t, version),
-                    rl=w if recipe.trains_rl else None,
-                    distill=w if recipe.teaches == "full" else None,
-                )
+                _stamped_sample(t, w, _token_advantages(t, a, recipe, gap_of_sample), version, recipe)
                 for (_, t, a), w in stamped
                 if any(w)
             )
         )
-        rl_denominators.append(denominator if recipe.trains_rl else 0.0)
-        distill_denominators.append(denominator if recipe.teaches == "full" else 0.0)
+        denominators.append(denominator)
         records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
+    zeros = (0.0,) * len(minibatches)
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
-        rl_denominators=tuple(rl_denominators),
-        ce_denominators=(0.0,) * len(minibatches),
-        distill_denominators=tuple(distill_denominators),
+        rl_denominators=tuple(denominators) if recipe.trains_rl else zeros,
+        ce_denominators=zeros,
+        distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
     metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}
     if gap_of_sample is not None:
-        metrics["distill/kl"] = _mean(
-            [
-                gap
-                for sample in (s for part in minibatches for s in part)
-                for gap, weight in zip(gap_of_sample[sample.sample_id], sample.rl, strict=True)
-                if weight
-            ]
-        )
+        metrics["distill/kl"] = _mean_gap(batch, gap_of_sample)
     return Assembled(batch, metrics, records)
 
 
@@ -171,35 +157,49 @@ def _adjusted(group: Group, name: str, coefficient: float, part: Callable[[Traje
 
 
 def _token_advantages(
-    trajectory: Trajectory, advantage: float, coefficient: float, gap_of_sample: Mapping[str, Sequence[float]] | None
+    trajectory: Trajectory, advantage: float, recipe: Recipe, gap_of_sample: Mapping[str, Sequence[float]] | None
 ) -> tuple[float, ...]:
-    """The response's advantage on each token, less ``coefficient`` · (log π_b − log π_T) of the token: no discount carries a
-    token's gap to the tokens before it (Lu & Thinking Machines Lab 2025, "On-Policy Distillation")."""
+    """The response's advantage on each token, less ``distill.coefficient`` · (log π_b − log π_T) of the token: no discount
+    carries a token's gap to the tokens before it (Lu & Thinking Machines Lab 2025, "On-Policy Distillation")."""
     if gap_of_sample is None:
         return (advantage,) * len(trajectory.token_ids)
-    return tuple(advantage - coefficient * gap for gap in gap_of_sample[trajectory.sample_id])
+    return tuple(advantage - recipe.distill.coefficient * gap for gap in gap_of_sample[trajectory.sample_id])
 
 
-def _written_sample(
-    trajectory: Trajectory,
-    advantages: tuple[float, ...],
-    lags: tuple[int, ...],
-    *,
-    rl: Sequence[float] | None,
-    distill: Sequence[float] | None,
-) -> TrainSample:
-    """A response with its weights in two streams; None stands for zeros."""
+def _mean_gap(batch: TrainBatch, gap_of_sample: Mapping[str, Sequence[float]]) -> Mean:
+    """Over the tokens that the batch trains on."""
+    samples = [sample for part in batch.minibatches for sample in part]
+    pairs = [pair for s in samples for pair in zip(gap_of_sample[s.sample_id], s.rl, strict=True)]
+    return _mean([gap for gap, weight in pairs if weight])
+
+
+def _bare_sample(trajectory: Trajectory) -> TrainSample:
+    """A response without weights."""
     zeros = (0.0,) * len(trajectory.token_ids)
     return TrainSample(
         sample_id=trajectory.sample_id,
         input_ids=trajectory.prompt_ids + trajectory.token_ids,
         prompt_length=len(trajectory.prompt_ids),
-        rl=zeros if rl is None else tuple(rl),
+        rl=zeros,
         ce=zeros,
-        distill=zeros if distill is None else tuple(distill),
-        advantages=advantages,
+        distill=zeros,
+        advantages=zeros,
         behaviour_logprobs=trajectory.behaviour_logprobs,
-        lag=lags,
+        lag=(0,) * len(zeros),
+    )
+
+
+def _stamped_sample(
+    trajectory: Trajectory, weights: Sequence[float], advantages: tuple[float, ...], version: WeightVersion, recipe: Recipe
+) -> TrainSample:
+    """A response with its weights in the streams that the recipe trains on rollouts."""
+    bare, given = _bare_sample(trajectory), tuple(weights)
+    return replace(
+        bare,
+        rl=given if recipe.trains_rl else bare.rl,
+        distill=given if recipe.teaches == "full" else bare.distill,
+        advantages=advantages,
+        lag=lags_of(trajectory, version),
     )
 
 
@@ -220,9 +220,7 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
     """Whole trajectories with no weights yet, for scoring by the reference or the teacher."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    lengths = [len(t.token_ids) for t in trajectories]
-    return [_written_sample(t, (0.0,) * n, (0,) * n, rl=None, distill=None) for t, n in zip(trajectories, lengths, strict=True)]
+    return [_bare_sample(t) for group in groups for t in group.trajectories]
 
 
 def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:

@@ -143,6 +143,8 @@ class Controller:
     async def _prepare_learner(self) -> None:
         """Weights, optimizer, reference and teacher as they are to be before the first batch."""
         recipe, saved = self.recipe, self.parts.saved
+        if self.parts.teacher_path is not None:
+            await self.learners.set_teacher(self.parts.teacher_path)
         if saved is None and recipe.warm_start is not None:
             self.stage = "warm start"
             async for step, loss in self.imitation.warm_start(recipe.warm_start, self.flow.learner):
@@ -154,8 +156,6 @@ class Controller:
             await self.learners.load(str(saved / recovery.LEARNER), recipe.schedule.steps * recipe.algo.inner_steps)
         elif recipe.algo.kl.coefficient:
             await self.learners.set_reference(self.parts.reference_path)
-        if self.parts.teacher_path is not None:
-            await self.learners.set_teacher(self.parts.teacher_path)
         if saved is None and recipe.warm_start is not None:
             await recovery.save(self)
         self.pulse.beat()
