@@ -180,17 +180,19 @@ def test_values_and_metrics_by_hand() -> None:
     assert sums["ratio"] == pytest.approx(4.0) and sums["truncated"] == pytest.approx(3.0) and float(found.ratio_max) > 1.99
 
 
-def test_beside_a_policy_loss_the_two_add_up_and_the_ratios_are_counted_once() -> None:
+def test_beside_a_policy_loss_the_two_add_up_and_what_is_measured_is_the_rl_streams() -> None:
+    first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     ones, advantages_T = torch.ones(LENGTH, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     y, judge = (0, 1, 1), objective()
     behaviour_T, logits_NV, teacher_NV = token_logprobs(SAMPLER, y), STUDENT[rows_of(y)], TEACHER[rows_of(y)]
     streams = {"rl_N": ones, "advantages_N": advantages_T}
     alone = [
-        of_row(judge, logits_NV, teacher_NV, row_of(y, behaviour_T, **chosen)) for chosen in (streams, {"distill_N": ones})
+        of_row(judge, logits_NV, teacher_NV, row_of(y, behaviour_T, **chosen)) for chosen in (streams, {"distill_N": first})
     ]
-    both = of_row(judge, logits_NV, teacher_NV, row_of(y, behaviour_T, distill_N=ones, **streams))
+    both = of_row(judge, logits_NV, teacher_NV, row_of(y, behaviour_T, distill_N=first, **streams))
     close(both.loss, alone[0].loss + alone[1].loss)
-    assert both.sums["written_tokens"] == 3 and both.sums["ratio"] == alone[0].sums["ratio"] == alone[1].sums["ratio"]
+    assert (both.sums["written_tokens"], both.sums["distill_tokens"]) == (3, 1) and alone[1].sums["written_tokens"] == 1
+    assert both.sums["ratio"] == alone[0].sums["ratio"] and both.ratio_max == alone[0].ratio_max
 
 
 def test_the_gradient_against_finite_differences() -> None:
