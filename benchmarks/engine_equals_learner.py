@@ -15,7 +15,7 @@ from common import HERE, Job, arguments, finish, prepare_environment, run_job, s
 MIN_TOKENS = 5_000
 KEEP_ALL = ["checkpoint={every: 1, keep: 99}", "monitor.eval.size=0"]
 TINY = ["schedule.steps=6", "rollout.sampling.max_tokens=32", "model.max_length=128", "warm_start.steps=20"]
-SMOLLM2 = ["schedule.steps=5", "schedule.group_size=8", "trainer.optimizer.lr=1.0e-4"]
+SMOLLM2 = ["schedule.steps=5", "schedule.group_size=8", "rollout.max_num_seqs=32", "trainer.optimizer.lr=1.0e-4"]
 JOBS = {"tiny": (HERE.parent / "recipes" / "quickstart.yaml", TINY), "smollm2": (HERE / "smollm2.yaml", SMOLLM2)}
 
 

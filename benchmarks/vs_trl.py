@@ -63,8 +63,8 @@ WAYS = (Way("generate", 1), Way("generate", 2), Way("continuous", 1))
 def workloads(quick: bool) -> dict[str, Workload]:
     quickstart, longtail = ROOT / "recipes" / "quickstart.yaml", HERE / "longtail.yaml"
     if quick:
-        return {"short": Workload(quickstart, 8, 400), "longtail": Workload(longtail, 6, 500)}
-    return {"short": Workload(quickstart, 20, 900), "longtail": Workload(longtail, 14, 900)}
+        return {"short": Workload(quickstart, 8, 850), "longtail": Workload(longtail, 6, 900)}
+    return {"short": Workload(quickstart, 20, 850), "longtail": Workload(longtail, 14, 900)}
 
 
 def main() -> None:
