@@ -20,7 +20,7 @@ SKIPPED = 2
 
 def main() -> None:
     quick = arguments(__doc__).quick
-    steps, warm_steps, big_steps = (10, 500, 4) if quick else (30, 900, 8)
+    steps, warm_steps, big_steps = (10, 500, 4) if quick else (30, 900, 6)
     longtail = str(HERE / "longtail.yaml")
     model = warm_started(longtail, 0, warm_steps)
     common = ["monitor.eval.size=0"]
