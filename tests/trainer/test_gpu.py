@@ -39,7 +39,7 @@ def copy_task(seed: int, count: int = 64) -> TrainBatch:
                 ce=ones,
                 advantages=zeros,
                 behaviour_logprobs=zeros,
-                lag=(0,) * length,
+                lag=(0,) * 4,
             )
         )
     return TrainBatch(
