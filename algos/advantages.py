@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
+from slipstream.core.algorithms import OF_GROUPS
+
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards which differ by rounding only do not become advantages of ±1."""
 
@@ -54,8 +56,6 @@ ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }
-OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-"""Those that compare siblings: a group of equal rewards, or of one, gives them nothing."""
 
 
 def batch_advantages(rewards: Rewards, kind: str) -> list[list[float]]:

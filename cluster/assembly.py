@@ -79,10 +79,7 @@ def assemble_demonstrations(
 
 def loss_mask(trajectory: Trajectory, version: WeightVersion, bound: int) -> list[bool]:
     """Action and not stale, per response token [L]: invariant 1 of the design."""
-    return [
-        mine and version.batch - sampled.batch <= bound
-        for mine, sampled in zip(trajectory.loss_mask, trajectory.policy_versions, strict=True)
-    ]
+    return [mine and lag <= bound for mine, lag in zip(trajectory.loss_mask, lags_of(trajectory, version), strict=True)]
 
 
 def lags_of(trajectory: Trajectory, version: WeightVersion) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {},
 }
 """What a name sets differently from the defaults below; docs/algorithms.md has the sources.  The recipe's own keys win."""
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+"""Advantages that compare siblings: a group of equal rewards, or of one, gives them nothing."""
 
 
 class KL(Section):

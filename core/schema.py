@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.core.algorithms import Algo
+from slipstream.core.algorithms import OF_GROUPS, Algo
 from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 KvOnUpdate = Literal["keep", "recompute"]
@@ -244,7 +244,7 @@ class Recipe(Section):
                     "a group must fit into one engine: raise max_num_seqs or lower group_size",
                 )
             )
-        if algo.name != "sft" and algo.advantage not in ("reinforce", "reinforce_pp") and schedule.group_size < 2:
+        if algo.name != "sft" and algo.advantage in OF_GROUPS and schedule.group_size < 2:
             compares = f"algo.advantage {algo.advantage} compares siblings"
             problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
         elif algo.name != "sft" and schedule.group_size * schedule.groups_per_step < 2:

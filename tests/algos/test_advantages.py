@@ -4,7 +4,8 @@ from itertools import product
 import pytest
 import torch
 
-from slipstream.algos.advantages import ADVANTAGES, OF_GROUPS, batch_advantages, has_signal
+from slipstream.algos.advantages import ADVANTAGES, batch_advantages, has_signal
+from slipstream.core.algorithms import OF_GROUPS
 
 
 def of_group(rewards_G, kind):

@@ -4,10 +4,10 @@ from typing import get_args
 
 import pytest
 
-from slipstream.algos.advantages import ADVANTAGES, OF_GROUPS
+from slipstream.algos.advantages import ADVANTAGES
 from slipstream.algos.corrections import REJECTIONS, Level
 from slipstream.algos.losses import LOSSES
-from slipstream.core.algorithms import PRESETS, Algo, Correction
+from slipstream.core.algorithms import OF_GROUPS, PRESETS, Algo, Correction
 from slipstream.core.schema import Recipe
 
 
