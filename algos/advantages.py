@@ -48,6 +48,11 @@ def reinforce_pp_baseline(rewards: Rewards) -> list[list[float]]:
     return _whole(dr_grpo(rewards), _standardised)
 
 
+def none(rewards: Rewards) -> list[list[float]]:
+    """Zeros: the rewards are looked at and train nothing (pure distillation)."""
+    return [[0.0] * len(rewards_G) for rewards_G in rewards]
+
+
 ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -55,6 +60,7 @@ ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "reinforce": reinforce,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "none": none,
 }
 
 

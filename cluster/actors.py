@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import ray
@@ -198,8 +198,11 @@ class LearnerActor:
     def train(self, batch: TrainBatch) -> Metrics:
         return self._learner.train(batch)
 
-    def reference_logprobs(self, samples: list[TrainSample]) -> list[list[float]]:
-        return self._learner.logprobs(samples, "reference")
+    def set_teacher(self, path: str) -> None:
+        self._learner.set_teacher(Path(path))
+
+    def logprobs(self, samples: list[TrainSample], which: Literal["reference", "teacher"]) -> list[list[float]]:
+        return self._learner.logprobs(samples, which)
 
     def publish(self) -> Iterator[tuple[Bucket, np.ndarray, int]]:
         """The weights as buckets, one at a time; ranks other than 0 take part in the gathers and yield nothing."""

@@ -31,11 +31,17 @@ class Assembled:
 
 
 def assemble(
-    groups: Sequence[Group], version: WeightVersion, recipe: Recipe, kl_of_sample: Mapping[str, float] | None = None
+    groups: Sequence[Group],
+    version: WeightVersion,
+    recipe: Recipe,
+    kl_of_sample: Mapping[str, float] | None = None,
+    gap_of_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> Assembled:
     """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
 
     ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
+    ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
+    (``distill.form: policy_gradient``).
     """
     algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.response_tokens
     if kl_of_sample is not None:
@@ -52,16 +58,27 @@ def assemble(
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
         weights, denominator = _weights([t for _, t, _ in pairs], version, recipe)
         stamped = list(zip(pairs, weights, strict=True))
-        minibatches.append(tuple(_rl_sample(t, a, w, lags_of(t, version)) for (_, t, a), w in stamped if any(w)))
+        minibatches.append(
+            tuple(
+                _stamped_sample(t, w, _token_advantages(t, a, recipe, gap_of_sample), version, recipe)
+                for (_, t, a), w in stamped
+                if any(w)
+            )
+        )
         denominators.append(denominator)
         records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
+    zeros = (0.0,) * len(minibatches)
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
-        rl_denominators=tuple(denominators),
-        ce_denominators=(0.0,) * len(minibatches),
+        rl_denominators=tuple(denominators) if recipe.trains_rl else zeros,
+        ce_denominators=zeros,
+        distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
-    return Assembled(batch, {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}, records)
+    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}
+    if gap_of_sample is not None:
+        metrics["distill/kl"] = _mean_gap(batch, gap_of_sample)
+    return Assembled(batch, metrics, records)
 
 
 def assemble_demonstrations(
@@ -74,6 +91,7 @@ def assemble_demonstrations(
         minibatches=tuple(tuple(_ce_sample(*demonstration) for demonstration in part) for part in parts),
         rl_denominators=(0.0,) * len(parts),
         ce_denominators=tuple(float(sum(len(completion) for _, _, completion in part)) for part in parts),
+        distill_denominators=(0.0,) * len(parts),
     )
 
 
@@ -100,7 +118,8 @@ def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> flo
 
 
 def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe: Recipe) -> tuple[list[list[float]], float]:
-    """RL weights of the responses of one mini-batch, and their denominator, which does not depend on ``lag_decay``."""
+    """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
+    depend on ``lag_decay``."""
     bound, filters = recipe.schedule.max_staleness, recipe.algo.overlong.filter
     masks = [
         [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
@@ -134,17 +153,50 @@ def _adjusted(group: Group, name: str, coefficient: float, part: Callable[[Traje
     return replace(group, trajectories=trajectories)
 
 
-def _rl_sample(trajectory: Trajectory, advantage: float, weights: Sequence[float], lags: tuple[int, ...]) -> TrainSample:
-    length = len(trajectory.token_ids)
+def _token_advantages(
+    trajectory: Trajectory, advantage: float, recipe: Recipe, gap_of_sample: Mapping[str, Sequence[float]] | None
+) -> tuple[float, ...]:
+    """The response's advantage on each token, less ``distill.coefficient`` · (log π_b − log π_T) of the token: no discount
+    carries a token's gap to the tokens before it (Lu & Thinking Machines Lab 2025, "On-Policy Distillation")."""
+    if gap_of_sample is None:
+        return (advantage,) * len(trajectory.token_ids)
+    return tuple(advantage - recipe.distill.coefficient * gap for gap in gap_of_sample[trajectory.sample_id])
+
+
+def _mean_gap(batch: TrainBatch, gap_of_sample: Mapping[str, Sequence[float]]) -> Mean:
+    """Over the tokens that the batch trains on."""
+    samples = [sample for part in batch.minibatches for sample in part]
+    pairs = [pair for s in samples for pair in zip(gap_of_sample[s.sample_id], s.rl, strict=True)]
+    return _mean([gap for gap, weight in pairs if weight])
+
+
+def _bare_sample(trajectory: Trajectory) -> TrainSample:
+    """A response without weights."""
+    zeros = (0.0,) * len(trajectory.token_ids)
     return TrainSample(
         sample_id=trajectory.sample_id,
         input_ids=trajectory.prompt_ids + trajectory.token_ids,
         prompt_length=len(trajectory.prompt_ids),
-        rl=tuple(weights),
-        ce=(0.0,) * length,
-        advantages=(advantage,) * length,
+        rl=zeros,
+        ce=zeros,
+        distill=zeros,
+        advantages=zeros,
         behaviour_logprobs=trajectory.behaviour_logprobs,
-        lag=lags,
+        lag=(0,) * len(zeros),
+    )
+
+
+def _stamped_sample(
+    trajectory: Trajectory, weights: Sequence[float], advantages: tuple[float, ...], version: WeightVersion, recipe: Recipe
+) -> TrainSample:
+    """A response with its weights in the streams that the recipe trains on rollouts."""
+    bare, given = _bare_sample(trajectory), tuple(weights)
+    return replace(
+        bare,
+        rl=given if recipe.trains_rl else bare.rl,
+        distill=given if recipe.teaches == "full" else bare.distill,
+        advantages=advantages,
+        lag=lags_of(trajectory, version),
     )
 
 
@@ -156,6 +208,7 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
         prompt_length=len(prompt_ids),
         rl=zeros,
         ce=(1.0,) * len(completion_ids),
+        distill=zeros,
         advantages=zeros,
         behaviour_logprobs=zeros,
         lag=(0,) * len(completion_ids),
@@ -163,20 +216,25 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
 
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
-    """Whole trajectories with no weights yet, for scoring by the reference."""
+    """Whole trajectories with no weights yet, for scoring by the reference or the teacher."""
+    return [_bare_sample(t) for group in groups for t in group.trajectories]
+
+
+def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations."""
     trajectories = [t for group in groups for t in group.trajectories]
-    return [_rl_sample(t, 0.0, (0.0,) * len(t.token_ids), (0,) * len(t.token_ids)) for t in trajectories]
+    return {
+        t.sample_id: tuple(
+            behaviour - known if mine else 0.0
+            for behaviour, known, mine in zip(t.behaviour_logprobs, other, t.loss_mask, strict=True)
+        )
+        for t, other in zip(trajectories, other_logprobs, strict=True)
+    }
 
 
 def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """k1 of each sample under the policy that sampled it: Σ over its own tokens of (log π_b − log π_ref)."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    return {
-        t.sample_id: sum(
-            behaviour - ref for behaviour, ref, mine in zip(t.behaviour_logprobs, reference, t.loss_mask, strict=True) if mine
-        )
-        for t, reference in zip(trajectories, reference_logprobs, strict=True)
-    }
+    """k1 of each sample: the sum of its ``gaps``."""
+    return {sample_id: sum(of_tokens) for sample_id, of_tokens in gaps(groups, reference_logprobs).items()}
 
 
 def sample_record(

@@ -27,7 +27,7 @@ from typing import Any
 from slipstream.algos.advantages import has_signal
 from slipstream.cluster import recovery
 from slipstream.cluster.actors import RunPlace
-from slipstream.cluster.assembly import assemble, kl_penalties, samples_of
+from slipstream.cluster.assembly import assemble, gaps, kl_penalties, samples_of
 from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import describe
 from slipstream.cluster.fleet import Fleet
@@ -143,8 +143,10 @@ class Controller:
         self.pulse.beat()
 
     async def _prepare_learner(self) -> None:
-        """Weights, optimizer and reference as they are to be before the first batch."""
+        """Weights, optimizer, reference and teacher as they are to be before the first batch."""
         recipe, saved = self.recipe, self.parts.saved
+        if self.parts.teacher_path is not None:
+            await self.learners.set_teacher(self.parts.teacher_path)
         if saved is None and recipe.warm_start is not None:
             self.stage = "warm start"
             async for step, loss in self.imitation.warm_start(recipe.warm_start, self.flow.learner):
@@ -232,7 +234,7 @@ class Controller:
         """Keep the group if it can move the policy.  Raises RuntimeError when none could for a long time."""
         rewards = [t.reward for t in group.trajectories]
         algo = self.recipe.algo
-        if algo.kl_in_reward or has_signal(rewards, algo.advantage):
+        if algo.kl_in_reward or self.recipe.teaches or has_signal(rewards, algo.advantage):
             self._idle_groups = 0
             self.flow.finish(group)
             self.telemetry.event("ready", group_id=group.task.id, oldest=str(group.oldest))
@@ -266,7 +268,8 @@ class Controller:
                 break
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
-            assembled = assemble(groups, self.flow.learner, self.recipe, await self._kl_penalties(groups))
+            kl, gap = await self._kl_penalties(groups), await self._teacher_gaps(groups)
+            assembled = assemble(groups, self.flow.learner, self.recipe, kl, gap)
             training = time.perf_counter()
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()
@@ -291,7 +294,12 @@ class Controller:
     async def _kl_penalties(self, groups: tuple[Group, ...]) -> dict[str, float] | None:
         if not self.recipe.algo.kl_in_reward:
             return None
-        return kl_penalties(groups, await self.learners.reference_logprobs(samples_of(groups)))
+        return kl_penalties(groups, await self.learners.logprobs(samples_of(groups), "reference"))
+
+    async def _teacher_gaps(self, groups: tuple[Group, ...]) -> dict[str, tuple[float, ...]] | None:
+        if self.recipe.teaches != "policy_gradient":
+            return None
+        return gaps(groups, await self.learners.logprobs(samples_of(groups), "teacher"))
 
     # ---- what follows every commit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -48,8 +48,12 @@ class LearnerGroup:
         """One batch on every rank; rank 0's metrics are those of all ranks."""
         return (await self._all("train", ray.put(batch)))[0]
 
-    async def reference_logprobs(self, samples: list[TrainSample]) -> list[list[float]]:
-        return (await self._all("reference_logprobs", ray.put(samples)))[0]
+    async def set_teacher(self, path: str) -> None:
+        await self._all("set_teacher", path)
+
+    async def logprobs(self, samples: list[TrainSample], which: Literal["reference", "teacher"]) -> list[list[float]]:
+        """Of every response token, under a frozen model."""
+        return (await self._all("logprobs", ray.put(samples), which))[0]
 
     def export(self) -> list[Any]:
         """Submit a publication to every rank: it holds the weights as of the calls before it.  For ``buckets``."""

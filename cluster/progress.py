@@ -90,6 +90,7 @@ def line(snapshot: dict[str, Any], recipe: Recipe) -> str:
     shown = {
         "reward": "reward/mean",
         "loss": "loss/ce",
+        "teacher kl": "distill/kl",
         "lag": "staleness/token_mean",
         "tok/s": "throughput/rollout_tokens_per_s",
     }

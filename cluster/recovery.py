@@ -30,6 +30,7 @@ from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
 from slipstream.trainer.model import context_length, load_tokenizer, resolve_model
+from slipstream.trainer.teacher import require_same_vocabulary
 
 if TYPE_CHECKING:
     from slipstream.cluster.controller import Controller
@@ -47,6 +48,7 @@ class Parts:
     run_id: str
     model_path: str
     reference_path: str | None
+    teacher_path: str | None
     version: WeightVersion
     ledger: Ledger
     cursor: Cursor
@@ -69,6 +71,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
         run_id=run_id,
         model_path=str(path),
         reference_path=_reference(recipe),
+        teacher_path=_teacher(recipe, path),
         version=WeightVersion(0, 0),
         ledger=Ledger(),
         cursor=Cursor(source, encoder, recipe.data.epochs),
@@ -105,7 +108,17 @@ def _reference(recipe: Recipe) -> str | None:
     if recipe.model.reference is None or not recipe.algo.kl.coefficient:
         return None
     other = recipe.model.model_copy(update={"path": recipe.model.reference})
-    return str(resolve_model(other, recipe.seed, CACHE))
+    return str(resolve_model(other, recipe.seed, CACHE, "model.reference"))
+
+
+def _teacher(recipe: Recipe, student: Path) -> str | None:
+    """The folder of ``distill.teacher``.  It is in no checkpoint: a resumed run reads it again."""
+    if recipe.distill.teacher is None:
+        return None
+    other = recipe.model.model_copy(update={"path": recipe.distill.teacher})
+    path = resolve_model(other, recipe.seed, CACHE, "distill.teacher")
+    require_same_vocabulary(path, student)
+    return str(path)
 
 
 _MAY_CHANGE = (

@@ -88,8 +88,8 @@ def panels(bound: int | None) -> list[Panel]:
         Panel("Gradient norm", "Before clipping.", (("loss/grad_norm", "norm"),)),
         Panel(
             "Divergence",
-            "Of the policy from its reference, and of the learner from the sampler.",
-            (("kl/ref", "to the reference"), ("offpolicy/sampler_kl", "learner to sampler")),
+            "Of the policy from its reference and its teacher, and of the learner from the sampler.",
+            (("kl/ref", "to the reference"), ("distill/kl", "to the teacher"), ("offpolicy/sampler_kl", "learner to sampler")),
             unit="nats per token",
         ),
         Panel(

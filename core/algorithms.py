@@ -26,6 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"loss": "cispo", "clip_low": None, "clip_high": 4.0},
     "dppo": {"loss": "dppo_tv"},
+    "opd": {"advantage": "none"},
     "sft": {},
 }
 """What a name sets differently from the defaults below; docs/algorithms.md has the sources.  The recipe's own keys win."""
@@ -98,13 +99,25 @@ class Overlong(Section):
 
 
 class Algo(Section):
-    """The learning rule.  ``name`` presets the other keys; each of them can be set.  ``sft`` trains on demonstrations only."""
+    """The learning rule.  ``name`` presets the other keys; each of them can be set.  ``sft`` trains on demonstrations only,
+    ``opd`` on a teacher (section ``distill``)."""
 
     name: Literal[
-        "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "dppo", "sft"
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "cispo",
+        "dppo",
+        "opd",
+        "sft",
     ] = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"] = Field(
-        "grpo", description="what is subtracted from a reward, and what it is divided by"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "none"] = Field(
+        "grpo", description="what is subtracted from a reward, and what it is divided by; none: rewards train nothing"
     )
     loss: Literal["clipped_surrogate", "gspo", "cispo", "dppo_tv"] = "clipped_surrogate"
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(

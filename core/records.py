@@ -147,11 +147,13 @@ class TrainSample:
     """One sequence with what each token is to contribute.  Everything but ``input_ids`` [P+L] is per response token [L].
 
     The learner knows streams, not algorithms: ``rl`` weighs the policy loss (and the KL term) of the token, ``ce`` its
-    cross-entropy.  A weight of 0 leaves the token out of that stream.  Weights already hold the reduction (token mean,
-    sequence mean, …); the batch holds the global denominators.  ``lag`` is the token's, in batches, fixed at assembly.
+    cross-entropy, ``distill`` the divergence from the teacher where it was written.  A weight of 0 leaves the token out of
+    that stream.  Weights already hold the reduction (token mean, sequence mean, …); the batch holds the global denominators.
+    ``lag`` is the token's, in batches, fixed at assembly.
 
     Example: ``input_ids=(1, 9, 4, 4, 9, 2)``, ``prompt_length=3``, ``rl=(1., 1., 0.)`` (the last token was stale),
-    ``ce=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``, ``behaviour_logprobs=(-.1, -.2, -.01)``, ``lag=(0, 0, 3)``.
+    ``ce=(0., 0., 0.)``, ``distill=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``,
+    ``behaviour_logprobs=(-.1, -.2, -.01)``, ``lag=(0, 0, 3)``.
     """
 
     sample_id: str
@@ -159,13 +161,14 @@ class TrainSample:
     prompt_length: int
     rl: tuple[float, ...]
     ce: tuple[float, ...]
+    distill: tuple[float, ...]
     advantages: tuple[float, ...]
     behaviour_logprobs: tuple[float, ...]
     lag: tuple[int, ...]
 
     def __post_init__(self) -> None:
         length = len(self.input_ids) - self.prompt_length
-        for name in ("rl", "ce", "advantages", "behaviour_logprobs", "lag"):
+        for name in ("rl", "ce", "distill", "advantages", "behaviour_logprobs", "lag"):
             if len(getattr(self, name)) != length:
                 raise ValueError(f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries, expected {length}")
 
@@ -175,11 +178,12 @@ class TrainBatch:
     """What one commit of the learner trains on.  ``version`` is the learner's when the batch was assembled.
 
     ``minibatches`` holds tuples of samples, one optimizer step each, in order; each is a partition element of one epoch.
-    ``rl_denominators`` and ``ce_denominators`` hold, per mini-batch, the global denominator of that stream (over all ranks
-    and micro-batches); 0.0 where the stream is empty.
+    ``rl_denominators``, ``ce_denominators`` and ``distill_denominators`` hold, per mini-batch, the global denominator of that
+    stream (over all ranks and micro-batches); 0.0 where the stream is empty.
     """
 
     version: WeightVersion
     minibatches: tuple[tuple[TrainSample, ...], ...]
     rl_denominators: tuple[float, ...]
     ce_denominators: tuple[float, ...]
+    distill_denominators: tuple[float, ...]

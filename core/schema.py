@@ -78,6 +78,20 @@ class Reward(Section):
         return self
 
 
+class Distill(Section):
+    """On-policy distillation: every fresh token of the rollouts is pulled towards a teacher, beside the reward's pull.
+
+    ``full``: KL(π ‖ π_T) over the whole vocabulary where the token was written, in the loss.  ``policy_gradient``:
+    −(log π − log π_T) of the token itself, times the coefficient, is added to its advantage.  Both at the sampling temperature.
+    """
+
+    teacher: str | None = Field(
+        None, description="as model.path, of the same tokenizer and vocabulary size; default: no distillation"
+    )
+    coefficient: Rate = Field(1.0, description="of the teacher's term, beside the policy loss or the advantages")
+    form: Literal["full", "policy_gradient"] = "full"
+
+
 class Optimizer(Section):
     """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
 
@@ -218,6 +232,7 @@ class Recipe(Section):
     data: Data
     reward: Reward = Field(default_factory=Reward)
     algo: Algo = Field(default_factory=Algo)
+    distill: Distill = Field(default_factory=Distill)
     warm_start: WarmStart | None = None
     rollout: Rollout = Field(default_factory=Rollout)
     schedule: Schedule = Field(default_factory=Schedule)
@@ -232,9 +247,19 @@ class Recipe(Section):
         turns = 1 if self.rollout.environment.name == "single_turn" else self.rollout.environment.max_turns
         return min(self.rollout.sampling.max_tokens * turns, self.model.max_length or 2**31)
 
+    @property
+    def teaches(self) -> Literal["full", "policy_gradient"] | None:
+        """The form of the distillation, where there is a teacher."""
+        return self.distill.form if self.distill.teacher is not None else None
+
+    @property
+    def trains_rl(self) -> bool:
+        """Whether the RL stream has a signal: from rewards, or from a teacher through the advantages."""
+        return self.algo.advantage != "none" or self.teaches == "policy_gradient"
+
     def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems = self.algo.problems()
+        problems = self.algo.problems() + self._distill_problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
         if schedule.group_size > rollout.max_num_seqs:
             problems.append(
@@ -247,7 +272,7 @@ class Recipe(Section):
         if algo.name != "sft" and algo.advantage in OF_GROUPS and schedule.group_size < 2:
             compares = f"algo.advantage {algo.advantage} compares siblings"
             problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
-        elif algo.name != "sft" and schedule.group_size * schedule.groups_per_step < 2:
+        elif algo.name != "sft" and algo.advantage != "none" and schedule.group_size * schedule.groups_per_step < 2:
             problems.append(
                 ("schedule.groups_per_step", f"got 1 group of 1, but algo.advantage {algo.advantage} compares samples")
             )
@@ -296,4 +321,27 @@ class Recipe(Section):
                     f"got {rollout.sampling.max_tokens}, expected less than model.max_length = {limit}: prompts need room too",
                 )
             )
+        return problems
+
+    def _distill_problems(self) -> Problems:
+        """Rules of distillation: a teacher for those who need one, and nothing set for a stream that is not there."""
+        algo = self.algo
+        problems: Problems = []
+        if algo.name == "sft":
+            if self.teaches:
+                problems.append(
+                    ("distill.teacher", "sft has no rollouts for a teacher to judge; remove it, or use algo.name opd")
+                )
+            return problems
+        if not self.teaches and (algo.name == "opd" or algo.advantage == "none"):
+            setting = "algo.name opd" if algo.name == "opd" else "algo.advantage none"
+            problems.append(("distill.teacher", f"got null, expected a model to learn from: {setting} trains on nothing else"))
+        if algo.advantage == "none" and algo.kl_in_reward:
+            problems.append(("algo.kl.placement", "got reward with algo.advantage none: rewards train nothing; use loss"))
+        if not self.trains_rl:
+            for key, is_set in (("kl.coefficient", algo.kl.coefficient), ("correction.reject", algo.correction.reject)):
+                if is_set:
+                    problems.append(
+                        (f"algo.{key}", "acts on the RL stream, and with algo.advantage none there is none; remove it")
+                    )
         return problems

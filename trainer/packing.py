@@ -36,6 +36,7 @@ class PackedRow:
     targets_N: Int[Tensor, " N"]
     rl_N: Float[Tensor, " N"]
     ce_N: Float[Tensor, " N"]
+    distill_N: Float[Tensor, " N"]
     advantages_N: Float[Tensor, " N"]
     behaviour_N: Float[Tensor, " N"]
     lag_N: Float[Tensor, " N"]
@@ -89,6 +90,7 @@ def pack(samples: Sequence[TrainSample]) -> PackedRow:
         targets_N=torch.tensor(targets),
         rl_N=stream("rl"),
         ce_N=stream("ce"),
+        distill_N=stream("distill"),
         advantages_N=stream("advantages"),
         behaviour_N=stream("behaviour_logprobs"),
         lag_N=stream("lag"),

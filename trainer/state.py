@@ -4,7 +4,7 @@
 ``model/``                   the policy as a Hugging Face folder, with tokenizer and generation config
 ``optimizer-*.safetensors``  ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and, unless training is in float32,
                              ``master/<parameter>``: full float32 tensors, whatever the ZeRO stage and number of ranks were
-``reference/``               the KL reference, where there is one
+``reference/``               the KL reference, where there is one (a teacher is read from its own folder again)
 ``learner.json``             step count, phase (optimizer section, total steps, epochs), random streams of every rank
 ===========================  ==============================================================================================
 """

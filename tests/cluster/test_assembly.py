@@ -10,6 +10,7 @@ import pytest
 from slipstream.cluster.assembly import (
     assemble,
     assemble_demonstrations,
+    gaps,
     kl_penalties,
     loss_mask,
     overlong_reward,
@@ -22,7 +23,7 @@ from slipstream.core.records import Group, Task, TrainSample, Trajectory, Weight
 from slipstream.core.schema import Recipe
 
 
-def recipe(*, bound: int = 1, **algo: Any) -> Recipe:
+def recipe(*, bound: int = 1, distill: dict[str, Any] | None = None, **algo: Any) -> Recipe:
     """Dr.GRPO unless told otherwise: reward minus the mean of the group, so that advantages are easy to derive."""
     return Recipe.model_validate(
         {
@@ -30,6 +31,7 @@ def recipe(*, bound: int = 1, **algo: Any) -> Recipe:
             "model": {"path": "builtin:tiny"},
             "data": {"source": "builtin:number_sorting"},
             "algo": {"name": "dr_grpo", "reduction": "token_mean", **algo},
+            "distill": distill or {},
             "rollout": {"sampling": {"max_tokens": 4}},
             "schedule": {"max_staleness": bound, "groups_per_step": 8},
         }
@@ -136,11 +138,50 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     assert record["reward"] == pytest.approx(0.9) and record["rewards"] == {"exact": 1.0, "kl": 0.5}
 
 
+TEACHER = {"teacher": "builtin:tiny", "coefficient": 0.5}
+TAUGHT = group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.0, 3))
+"""Learner at 3, bound 1: the first token of a is stale, its last was observed; one token of each is left."""
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rl", "rl_denominator"),
+    [("none", (0.0, 0.0, 0.0), 0.0), ("dr_grpo", (0.0, 1.0, 0.0), 2.0)],  # a teacher alone; mixed with the reward
+)
+def test_a_teacher_judges_the_fresh_tokens_that_the_policy_wrote(advantage: str, rl: tuple, rl_denominator: float) -> None:
+    made = assemble([TAUGHT], NOW, recipe(distill=TEACHER, advantage=advantage))
+    samples = by_name(made.batch)
+    assert samples["a"].distill == (0.0, 1.0, 0.0) and samples["b"].distill == (1.0,)
+    assert made.batch.distill_denominators == (2.0,)
+    assert samples["a"].rl == rl and made.batch.rl_denominators == (rl_denominator,)
+    assert samples["a"].behaviour_logprobs == (-0.5, -1.0, -1.5)
+    assert {record["outcome"] for record in made.records} == {"trained"}
+    assert "distill/kl" not in made.metrics, "the learner measures it over the vocabulary"
+
+
+@pytest.mark.parametrize(("advantage", "of_rewards"), [("none", (0.0, 0.0)), ("dr_grpo", (0.5, -0.5))])
+def test_the_policy_gradient_form_is_an_advantage_per_token(advantage: str, of_rewards: tuple[float, float]) -> None:
+    """log π_b − log π_T: a −0.5 + 2 = 1.5, −1 + 0.5 = −0.5, observed 0; b −0.5 + 0.7 = 0.2.  Advantages fall by half of it.
+
+    Over the two tokens that are trained the mean gap is (−0.5 + 0.2) / 2.
+    """
+    gap = gaps([TAUGHT], [[-2.0, -0.5, -9.0], [-0.7]])
+    assert gap["a"] == pytest.approx((1.5, -0.5, 0.0)) and gap["b"] == pytest.approx((0.2,))
+    taught = recipe(distill={**TEACHER, "form": "policy_gradient"}, advantage=advantage)
+    made = assemble([TAUGHT], NOW, taught, gap_of_sample=gap)
+    samples, (a, b) = by_name(made.batch), of_rewards
+    assert samples["a"].advantages == pytest.approx((a - 0.75, a + 0.25, a)) and samples["b"].advantages == pytest.approx(
+        (b - 0.1,)
+    )
+    assert samples["a"].rl == (0.0, 1.0, 0.0) and made.batch.rl_denominators == (2.0,)
+    assert samples["a"].distill == (0.0,) * 3 and made.batch.distill_denominators == (0.0,)
+    assert values(made.metrics)["distill/kl"] == pytest.approx(-0.15)
+
+
 def test_demonstrations_are_cross_entropy_on_the_completion() -> None:
     batch = assemble_demonstrations([("a", (5, 6), (7, 2)), ("b", (5,), (8, 9, 2)), ("c", (5,), (2,))], NOW, minibatches=2)
     first, second = batch.minibatches
     assert [s.sample_id for s in first] == ["a", "b"] and [s.sample_id for s in second] == ["c"]
-    assert batch.ce_denominators == (5.0, 1.0) and batch.rl_denominators == (0.0, 0.0)
+    assert batch.ce_denominators == (5.0, 1.0) and batch.rl_denominators == batch.distill_denominators == (0.0, 0.0)
     assert first[0].input_ids == (5, 6, 7, 2) and first[0].prompt_length == 2
     assert first[0].ce == (1.0, 1.0) and first[0].rl == (0.0, 0.0)
     assert len(assemble_demonstrations([("a", (5,), (2,))], NOW, minibatches=3).minibatches) == 1, "no empty mini-batch"

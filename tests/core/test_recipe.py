@@ -258,7 +258,8 @@ def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_holds_and_its_resolved_recipe_loads_again(tmp_path: Path, name: str) -> None:
-    recipe = load_recipe([write(tmp_path, GOOD)], [f"algo.name={name}"])
+    teacher = ["distill.teacher=builtin:tiny"] if name == "opd" else []
+    recipe = load_recipe([write(tmp_path, GOOD)], [f"algo.name={name}", *teacher])
     assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
 
 
@@ -314,3 +315,49 @@ def test_contradictions_of_an_algorithm_are_all_reported(tmp_path: Path) -> None
 )
 def test_each_mistake_of_an_algorithm(tmp_path: Path, text: str, expected: str) -> None:
     assert only(tmp_path, f"{GOOD}algo: {text}\n").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "algo: {name: opd}",
+            "distill.teacher: got null, expected a model to learn from: algo.name opd trains on nothing else",
+        ),
+        ("algo: {advantage: none}", "distill.teacher: got null, expected a model to learn from: algo.advantage none"),
+        ("distill: {teacher: t}\nalgo: {name: sft}", "distill.teacher: sft has no rollouts for a teacher to judge"),
+        (
+            "distill: {teacher: t}\nalgo: {name: opd, kl: {coefficient: 0.1}}",
+            "algo.kl.coefficient: acts on the RL stream, and with algo.advantage none there is none",
+        ),
+        (
+            "distill: {teacher: t}\nalgo: {name: opd, correction: {reject: [icepop]}}",
+            "algo.correction.reject: acts on the RL stream",
+        ),
+        (
+            "distill: {teacher: t, form: policy_gradient}\n"
+            "algo: {name: opd, kl: {coefficient: 0.1, placement: reward, estimator: k1}}",
+            "algo.kl.placement: got reward with algo.advantage none: rewards train nothing",
+        ),
+        ("distill: {teacher: t, coefficient: 0}", "distill.coefficient: got 0, expected a number greater than 0"),
+        ("distill: {teacher: t, form: forward}", "distill.form: got 'forward', expected 'full' or 'policy_gradient'"),
+    ],
+)
+def test_each_mistake_of_a_distillation(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in only(tmp_path, f"{GOOD}{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "teaches", "trains_rl"),
+    [
+        ("", None, True),
+        ("distill: {teacher: t}\n", "full", True),
+        ("distill: {teacher: t}\nalgo: {name: opd}\nschedule: {group_size: 1}\n", "full", False),
+        ("distill: {teacher: t, form: policy_gradient}\nalgo: {name: opd}\n", "policy_gradient", True),
+        ("distill: {teacher: t}\nalgo: {name: opd, advantage: grpo}\n", "full", True),
+        ("distill: {teacher: t}\nalgo: {name: gspo}\n", "full", True),
+    ],
+)
+def test_what_a_distillation_trains(tmp_path: Path, text: str, teaches: str | None, trains_rl: bool) -> None:
+    recipe = load_recipe([write(tmp_path, GOOD + text)])
+    assert (recipe.teaches, recipe.trains_rl) == (teaches, trains_rl)

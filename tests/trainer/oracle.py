@@ -22,7 +22,7 @@ from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
 VOCABULARY = 32
 TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.3, 1.5, 2.0
-KL_COEFFICIENT = 0.1
+KL_COEFFICIENT, DISTILL_COEFFICIENT = 0.1, 0.5
 ICEPOP, GEOMETRIC, OPSM_DELTA = (0.1, 9.0), (0.3, 3.0), 0.3
 LR, BETAS, EPS, DECAY, MAX_NORM = 2e-3, (0.9, 0.95), 1e-4, 0.1, 0.5
 WARMUP, MIN_RATIO = 2, 0.1
@@ -40,6 +40,7 @@ class Rule:
     rejects: bool = False
     loglinear: bool = False
     max_inner_kl: float | None = None
+    taught: bool = False
 
 
 RULES = {
@@ -47,12 +48,13 @@ RULES = {
     "gspo": Rule(loss="gspo", level="geometric", clip_low=0.02, clip_high=0.02, max_inner_kl=0.03),
     "rejecting": Rule(loss="dppo_tv", level="sequence", clip_low=0.01, clip_high=0.01, rejects=True),
     "loglinear": Rule(loss="cispo", loglinear=True, max_inner_kl=1.7),
+    "taught": Rule(taught=True),
 }
 
 
-def write_model(folder: Path, *, tied: bool) -> None:
+def write_model(folder: Path, *, tied: bool, seed: int = 7) -> None:
     """A model of 15 thousand parameters, enough for every kind of layer."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -69,25 +71,27 @@ def write_model(folder: Path, *, tied: bool) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def recorded_batches(minibatches: int) -> list[TrainBatch]:
+def recorded_batches(minibatches: int, *, taught: bool) -> list[TrainBatch]:
     """Fixed trajectories: lengths 3 to 24, some tokens stale (weight 0, with absurd values that must not matter), some of the
-    rest far off-policy (above the cap), one sample in four with cross-entropy, one of those with both streams."""
+    rest far off-policy (above the cap), one sample in four with cross-entropy, one of those with both streams.  If ``taught``,
+    the tokens of RL weight of every other sample have a weight in the distillation stream, and those of sample 2 in it only."""
     rng = random.Random(11)
     batches = []
     for number in range(BATCHES):
-        parts = [tuple(_sample(rng, f"{number}/{part}/{i}") for i in range(8)) for part in range(minibatches)]
+        parts = [tuple(_sample(rng, f"{number}/{part}/{i}", taught) for i in range(8)) for part in range(minibatches)]
         batches.append(
             TrainBatch(
                 version=WeightVersion(0, number),
                 minibatches=tuple(parts),
                 rl_denominators=tuple(float(sum(w != 0 for s in part for w in s.rl)) for part in parts),
                 ce_denominators=tuple(float(sum(w != 0 for s in part for w in s.ce)) for part in parts),
+                distill_denominators=tuple(float(sum(w != 0 for s in part for w in s.distill)) for part in parts),
             )
         )
     return batches
 
 
-def _sample(rng: random.Random, name: str) -> TrainSample:
+def _sample(rng: random.Random, name: str, taught: bool) -> TrainSample:
     prompt, length = rng.randint(1, 9), rng.randint(2, 15)
     index = int(name.rsplit("/", 1)[1])
     with_ce, with_rl = index % 4 == 3, index != 3
@@ -96,7 +100,8 @@ def _sample(rng: random.Random, name: str) -> TrainSample:
         sample_id=name,
         input_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt + length)),
         prompt_length=prompt,
-        rl=tuple(rl),
+        rl=tuple(0.0 if taught and index == 2 else weight for weight in rl),
+        distill=tuple(weight * random.Random(name).choice((0.5, 2.0)) if taught and index % 2 == 0 else 0.0 for weight in rl),
         ce=tuple(rng.choice((0.5, 1.0)) if with_ce else 0.0 for _ in range(length)),
         advantages=tuple([rng.gauss(0, 1)] * length if index % 2 else [rng.gauss(0, 1) for _ in range(length)]),
         behaviour_logprobs=tuple(rng.gauss(-4.0, 1.5) if weight else -1e9 for weight in rl),
@@ -118,11 +123,12 @@ class Trace:
 def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> Iterator[Trace]:
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_of(folder), dtype=torch.float32).eval()
     parameters = dict(policy.named_parameters())
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
     inner, step = epochs * minibatches, 0
-    for batch in recorded_batches(minibatches):
+    for batch in recorded_batches(minibatches, taught=rule.taught):
         trace = Trace()
         trace.logprobs = [[token_logprobs(policy, s, TEMPERATURE).tolist() for s in part] for part in batch.minibatches]
         kept = [
@@ -139,6 +145,9 @@ def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> It
             for sample, anchor, mask in zip(batch.minibatches[index], trace.logprobs[index], kept[index], strict=True):
                 place = Place(rl_denominator, batch.ce_denominators[index], j / inner)
                 drift += backward(policy, reference, rule, sample, anchor, mask, place, trace.events)
+                if any(sample.distill):
+                    distill(policy, teacher, sample, anchor, batch.distill_denominators[index])
+                    trace.events["taught"] += sum(weight != 0 for weight in sample.distill)
             gradient = {name: p.grad.clone() for name, p in parameters.items()}
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
             trace.gradients.append(gradient)
@@ -190,6 +199,32 @@ def lr(step: int, total: int) -> float:
         return LR * (step + 1) / WARMUP
     angle = math.pi * (step - WARMUP) / (total - 1 - WARMUP)
     return LR * MIN_RATIO + LR * (1 - MIN_RATIO) * 0.5 * (1 + math.cos(angle))
+
+
+def teacher_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-teacher")
+
+
+def response_logprobs(model: PreTrainedModel, sample: TrainSample) -> Tensor:
+    """[L, V], with the graph: log softmax(logits / T) where each response token was written."""
+    logits = model(input_ids=torch.tensor([sample.input_ids])).logits[0, sample.prompt_length - 1 : -1]
+    return torch.log_softmax(logits / TEMPERATURE, dim=-1)
+
+
+def distill(
+    policy: PreTrainedModel, teacher: PreTrainedModel, sample: TrainSample, proximal: list[float], denominator: float
+) -> None:
+    """Adds the gradient of Σ weight · KL(π ‖ π_T), by hand in log π: dKL / d log π(v) = π(v) (log π(v) − log π_T(v)), as
+    Σ_v π(v) = 1 leaves the derivative of log π(v) itself without effect."""
+    ours = response_logprobs(policy, sample)
+    with torch.no_grad():
+        gap = ours - response_logprobs(teacher, sample)
+        shares = []
+        for weight, known, behaviour in zip(sample.distill, proximal, sample.behaviour_logprobs, strict=True):
+            ratio = min(math.exp(max(min(known - behaviour, 20.0), -20.0)), CAP) if weight else 0.0
+            shares.append(DISTILL_COEFFICIENT * weight * ratio / denominator)
+        slopes = torch.tensor(shares)[:, None] * ours.exp() * gap
+    (slopes * ours).sum().backward()
 
 
 def token_logprobs(model: PreTrainedModel, sample: TrainSample, temperature: float) -> Tensor:

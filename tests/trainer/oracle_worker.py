@@ -54,6 +54,7 @@ def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
             epochs=epochs,
             minibatches=minibatches,
         ),
+        distill=schema.Distill(coefficient=oracle.DISTILL_COEFFICIENT),
         rollout=schema.Rollout(sampling=schema.Sampling(temperature=oracle.TEMPERATURE)),
         trainer=schema.Trainer(
             ranks=case["ranks"], zero_stage=case["stage"], max_tokens_per_microbatch=case["tokens"], optimizer=OPTIMIZER
@@ -87,6 +88,7 @@ def reordered(batch: TrainBatch, order: str) -> TrainBatch:
         minibatches=tuple(parts),
         rl_denominators=batch.rl_denominators,
         ce_denominators=batch.ce_denominators,
+        distill_denominators=batch.distill_denominators,
     )
 
 
@@ -113,6 +115,7 @@ def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple
     learner = Learner(recipe(case, model), model, rank, world_size)
     learner.begin_phase(OPTIMIZER, oracle.BATCHES * epochs * minibatches)
     learner.set_reference()
+    learner.set_teacher(oracle.teacher_of(model))
     seen: list[dict[str, Tensor]] = []
     norms: list[float] = []
     step = learner.adamw.step
@@ -129,8 +132,9 @@ def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple
     def note(kind: str, error: float) -> None:
         errors[kind] = max(errors[kind], error)
 
-    traces = oracle.plain_loop(model, oracle.RULES[case["rule"]], epochs=epochs, minibatches=minibatches)
-    for recorded, expected in zip(oracle.recorded_batches(minibatches), traces, strict=True):
+    rule = oracle.RULES[case["rule"]]
+    traces = oracle.plain_loop(model, rule, epochs=epochs, minibatches=minibatches)
+    for recorded, expected in zip(oracle.recorded_batches(minibatches, taught=rule.taught), traces, strict=True):
         batch = reordered(recorded, case["order"])
         for samples, known, original in zip(batch.minibatches, expected.logprobs, recorded.minibatches, strict=True):
             by_name = {s.sample_id: values for s, values in zip(original, known, strict=True)}
@@ -155,7 +159,9 @@ def main() -> None:
     rank, world_size, port = (int(a) for a in sys.argv[1:4])
     torch.set_num_threads(1)
     for name in ("tied", "untied"):  # before joining: inside a group, transformers saves on rank 0 only
-        oracle.write_model(Path(sys.argv[4]) / f"model-{rank}-{name}", tied=name == "tied")
+        folder = Path(sys.argv[4]) / f"model-{rank}-{name}"
+        oracle.write_model(folder, tied=name == "tied")
+        oracle.write_model(oracle.teacher_of(folder), tied=name == "tied", seed=8)
     distributed.join(rank, world_size, "127.0.0.1", port, timeout_s=120)
     for case in json.loads(sys.argv[5]):
         errors, events = run(case, Path(sys.argv[4]), rank, world_size)

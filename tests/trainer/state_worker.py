@@ -40,6 +40,7 @@ def batch(number: int) -> TrainBatch:
                 prompt_length=prompt,
                 rl=(1.0,) * length,
                 ce=(0.0,) * length,
+                distill=(0.0,) * length,
                 advantages=(rng.gauss(0, 1),) * length,
                 behaviour_logprobs=tuple(rng.gauss(-5, 1) for _ in range(length)),
                 lag=(0,) * length,
@@ -47,7 +48,11 @@ def batch(number: int) -> TrainBatch:
         )
     tokens = float(sum(len(s.rl) for s in samples))
     return TrainBatch(
-        version=WeightVersion(0, number), minibatches=(tuple(samples),), rl_denominators=(tokens,), ce_denominators=(0.0,)
+        version=WeightVersion(0, number),
+        minibatches=(tuple(samples),),
+        rl_denominators=(tokens,),
+        ce_denominators=(0.0,),
+        distill_denominators=(0.0,),
     )
 
 

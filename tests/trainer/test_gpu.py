@@ -37,13 +37,18 @@ def copy_task(seed: int, count: int = 64) -> TrainBatch:
                 prompt_length=4,
                 rl=zeros,
                 ce=ones,
+                distill=zeros,
                 advantages=zeros,
                 behaviour_logprobs=zeros,
                 lag=(0,) * 4,
             )
         )
     return TrainBatch(
-        version=WeightVersion(0, 0), minibatches=(tuple(samples),), rl_denominators=(0.0,), ce_denominators=(4.0 * count,)
+        version=WeightVersion(0, 0),
+        minibatches=(tuple(samples),),
+        rl_denominators=(0.0,),
+        ce_denominators=(4.0 * count,),
+        distill_denominators=(0.0,),
     )
 
 

@@ -18,6 +18,7 @@ from slipstream.core.metrics import Max, Mean, Sum, values
 from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
 from slipstream.core.weights import TensorSpec, check_bucket
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.model import load_policy, resolve_model
 
 pytestmark = [pytest.mark.learner, pytest.mark.usefixtures("alone")]
 Build = Callable[..., schema.Recipe]
@@ -30,7 +31,7 @@ def make(recipe: schema.Recipe, lr: float = 1e-3) -> Learner:
     return learner
 
 
-def samples(count: int = 6, *, rl: float = 1.0, ce: float = 0.0, seed: int = 0) -> list[TrainSample]:
+def samples(count: int = 6, *, rl: float = 1.0, ce: float = 0.0, distill: float = 0.0, seed: int = 0) -> list[TrainSample]:
     rng = random.Random(seed)
     made = []
     for i in range(count):
@@ -42,6 +43,7 @@ def samples(count: int = 6, *, rl: float = 1.0, ce: float = 0.0, seed: int = 0) 
                 prompt_length=prompt,
                 rl=(rl,) * length,
                 ce=(ce,) * length,
+                distill=(distill,) * length,
                 advantages=(rng.choice((-1.0, 1.0)),) * length,
                 behaviour_logprobs=(-4.0,) * length,
                 lag=(0,) * length,
@@ -59,6 +61,7 @@ def batch_of(parts: Sequence[Sequence[TrainSample]]) -> TrainBatch:
         minibatches=tuple(tuple(part) for part in parts),
         rl_denominators=tuple(denominator(part, "rl") for part in parts),
         ce_denominators=tuple(denominator(part, "ce") for part in parts),
+        distill_denominators=tuple(denominator(part, "distill") for part in parts),
     )
 
 
@@ -115,7 +118,7 @@ def test_ess_of_unequal_ratios(recipe: Build) -> None:
     (drawn,) = samples(1)
     drawn = replaced(
         drawn, input_ids=(*drawn.input_ids[:1], 4, 5, 6, 7), prompt_length=1, rl=(1.0,) * 4, ce=(0.0,) * 4,
-        advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4, lag=(0,) * 4,
+        distill=(0.0,) * 4, advantages=(1.0,) * 4, behaviour_logprobs=(0.0,) * 4, lag=(0,) * 4,
     )  # fmt: skip
     (known,) = learner.logprobs([drawn], "policy")
     drawn = replaced(drawn, behaviour_logprobs=tuple(v - math.log(r) for v, r in zip(known, (1, 1, 2, 4), strict=True)))
@@ -298,6 +301,54 @@ def test_which_settings_cost_a_forward_pass(recipe: Build, monkeypatch: pytest.M
     monkeypatch.setattr(learner, "_logprobs", lambda *a: seen.append(1) or scored(*a))
     learner.train(batch_of([samples()]))
     assert len(seen) == forwards
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_teacher_teaches_and_its_equal_does_not(recipe: Build, tiny: Path, tmp_path: Path, stage: int) -> None:
+    """Teacher = student: loss below 1e-6, gradient below 1e-5.  Another teacher: the loss is 0.5 · the mean KL of full
+    softmaxes, w = 1 since π_b is the policy, and steps towards it lower the KL.  The teacher itself never moves."""
+    other = resolve_model(schema.Model(path="builtin:tiny"), 5, tmp_path)
+    built = recipe(
+        algo={"name": "opd"},
+        distill={"teacher": str(tiny), "coefficient": 0.5},
+        rollout={"sampling": {"temperature": 0.7}},
+        trainer={"zero_stage": stage, "max_tokens_per_microbatch": 24},
+    )
+    learner = make(built)
+    drawn = samples(rl=0.0, distill=1.0)
+    drawn = [
+        replaced(s, behaviour_logprobs=tuple(known)) for s, known in zip(drawn, learner.logprobs(drawn, "policy"), strict=True)
+    ]
+    learner.set_teacher(tiny)
+    equal = values(learner.train(batch_of([drawn])))
+    assert abs(equal["loss/distill"]) < 1e-6 and equal["distill/kl"] < 1e-6 and equal["loss/grad_norm"] < 1e-5
+
+    learner = make(built)
+    learner.set_teacher(other)
+    known = learner.logprobs(drawn, "teacher")
+    expected = mean_kl(tiny, other, [(s.input_ids, s.prompt_length) for s in drawn], temperature=0.7)
+    first = values(learner.train(batch_of([drawn])))
+    assert first["distill/kl"] == pytest.approx(expected, rel=1e-4)
+    assert first["loss/distill"] == pytest.approx(0.5 * expected, rel=1e-4)
+    assert first["offpolicy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert "loss/policy" not in first and "offpolicy/clip_frac" not in first
+    for _ in range(4):
+        last = values(learner.train(batch_of([drawn])))
+    assert last["distill/kl"] < 0.8 * first["distill/kl"]
+    assert learner.logprobs(drawn, "teacher") == known
+
+
+def mean_kl(student: Path, teacher: Path, sequences: list[tuple[tuple[int, ...], int]], temperature: float) -> float:
+    """Over all response tokens, one sequence at a time, from whole softmaxes."""
+    models = [load_policy(path, schema.Model(path=str(path))) for path in (student, teacher)]
+    found: list[float] = []
+    with torch.no_grad():
+        for ids, prompt in sequences:
+            ours, theirs = (
+                (m(input_ids=torch.tensor([ids])).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1) for m in models
+            )
+            found += (ours.exp() * (ours - theirs)).sum(-1).tolist()
+    return math.fsum(found) / len(found)
 
 
 def test_a_warm_start_needs_no_reference_and_one_pass(recipe: Build) -> None:

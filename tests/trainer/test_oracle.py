@@ -22,7 +22,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "order": ("given", "reversed", "shuffled"),  # of the samples, so of their packing
     "inner": ((1, 1), (3, 1), (1, 2)),  # epochs, mini-batches
     "tied": (False, True),
-    "rule": ("grpo", "gspo", "rejecting", "loglinear"),  # see `oracle.RULES`
+    "rule": ("grpo", "gspo", "rejecting", "loglinear", "taught"),  # see `oracle.RULES`
 }
 CASES = [  # every pair of values of every two factors occurs (`test_cases_cover_all_pairs`)
     (1, 0, 16, "given", (3, 1), True, "grpo"),
@@ -34,6 +34,8 @@ CASES = [  # every pair of values of every two factors occurs (`test_cases_cover
     (1, 3, 4096, "reversed", (1, 2), True, "gspo"),
     (1, 3, 48, "shuffled", (1, 1), False, "grpo"),
     (1, 3, 48, "shuffled", (3, 1), False, "rejecting"),
+    (1, 0, 16, "given", (1, 1), False, "taught"),
+    (1, 2, 4096, "shuffled", (1, 2), True, "taught"),
     (2, 0, 4096, "shuffled", (1, 2), True, "loglinear"),
     (2, 1, 16, "reversed", (3, 1), False, "grpo"),
     (2, 1, 16, "shuffled", (3, 1), True, "gspo"),
@@ -43,8 +45,21 @@ CASES = [  # every pair of values of every two factors occurs (`test_cases_cover
     (2, 2, 4096, "shuffled", (1, 1), True, "gspo"),
     (2, 3, 16, "given", (1, 1), False, "loglinear"),
     (2, 3, 48, "reversed", (3, 1), True, "gspo"),
+    (2, 1, 48, "reversed", (3, 1), True, "taught"),
+    (2, 3, 16, "reversed", (1, 2), False, "taught"),
 ]
-SOMEWHERE = {"capped", "uncapped", "stale", "cross-entropy", "icepop", "geometric", "opsm", "stopped early", "went on"} | {
+SOMEWHERE = {
+    "capped",
+    "uncapped",
+    "stale",
+    "cross-entropy",
+    "taught",
+    "icepop",
+    "geometric",
+    "opsm",
+    "stopped early",
+    "went on",
+} | {
     f"{loss}: {branch}"
     for loss, branches in {
         "clipped_surrogate": ("moves", "clipped high", "clipped low", "dual clip"),

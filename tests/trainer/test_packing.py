@@ -21,6 +21,7 @@ def sample(prompt: list[int], response: list[int], name: str = "s", rl: float = 
         prompt_length=len(prompt),
         rl=(rl,) * length,
         ce=(0.0,) * length,
+        distill=tuple(float(token) for token in response),
         advantages=tuple(float(i) for i in range(length)),
         behaviour_logprobs=tuple(-float(token) for token in response),
         lag=(0,) * length,
@@ -35,6 +36,7 @@ def test_a_row_by_hand() -> None:
     assert row.predicting_N.tolist() == [1, 2, 4]
     assert row.targets_N.tolist() == [4, 2, 7]
     assert row.rl_N.tolist() == [1.0, 1.0, 0.5]
+    assert row.distill_N.tolist() == [4.0, 2.0, 7.0]
     assert row.advantages_N.tolist() == [0.0, 1.0, 0.0]
     assert row.behaviour_N.tolist() == [-4.0, -2.0, -7.0]
     assert row.unpack(torch.tensor([0.5, 1.5, 2.5])) == [[0.5, 1.5], [2.5]]
@@ -67,15 +69,15 @@ def test_packed_logits_are_those_of_each_sequence_alone(tiny: Path) -> None:
     The shortest sequences (one prompt token, one response token) stand in the middle, where a boundary is easiest to miss.
     """
     from slipstream.core import schema
-    from slipstream.trainer.learner import _logits
-    from slipstream.trainer.model import load_policy
+    from slipstream.trainer.model import load_policy, packed_logits
 
     torch.manual_seed(0)
     model = load_policy(tiny, schema.Model(path=str(tiny)))
     shapes = [(5, 9), (1, 1), (1, 1), (12, 3), (2, 20)]
     samples = [sample(torch.randint(4, 64, (p,)).tolist(), torch.randint(4, 64, (n,)).tolist()) for p, n in shapes]
+    row = pack(samples)
     with torch.no_grad():
-        packed_NV = _logits(model, pack(samples))
+        packed_NV = packed_logits(model, row.input_ids_T, row.position_ids_T, row.predicting_N)
         alone = [model(input_ids=torch.tensor([s.input_ids])).logits[0, s.prompt_length - 1 : -1] for s in samples]
     torch.testing.assert_close(packed_NV, torch.cat(alone), atol=1e-5, rtol=0)
 
