@@ -93,8 +93,15 @@ def warm_started(recipe: str, seed: int, steps: int) -> Path:
     if not model.is_dir():
         job = run_job(recipe, name, overrides)
         say(f"warm start of {Path(recipe).stem}, seed {seed}: accuracy {job.summary['eval']['after']:.3f}")
-        model.parent.mkdir(parents=True, exist_ok=True)
-        _slipstream("export", str(job.path), str(model))
+        export(job, model)
+    return model
+
+
+def export(job: Job, model: Path) -> Path:
+    """The run's policy as a Hugging Face folder, in place of an older one."""
+    shutil.rmtree(model, ignore_errors=True)
+    model.parent.mkdir(parents=True, exist_ok=True)
+    _slipstream("export", str(job.path), str(model))
     return model
 
 
