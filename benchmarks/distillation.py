@@ -1,7 +1,7 @@
 """On-policy distillation against GRPO from the same start: steps until 95 % of the teacher's accuracy.
 
-The teacher is the quickstart's policy after its GRPO, of seed 0; the students are the quickstart's warm starts.  Rollouts, batches
-and optimizer are the same; one side is told how well each response did, the other what the teacher would have written instead.
+The teacher is the quickstart's policy after its GRPO, of seed 0; the students are the quickstart's warm starts.  Rollouts,
+batches and optimizer are the same; one side is told how well each response did, the other what the teacher would have written.
 
 teacher_accuracy        held-out, at temperature 1, like the others
 accuracy_before         of the students
