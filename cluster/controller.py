@@ -346,6 +346,7 @@ class Controller:
             "attempt": self.flow.learner.attempt,
             "resumed_from": self.flow.learner.batch if self.parts.saved is not None else None,
             "bound": schedule.max_staleness,
+            "kv_bound": schedule.max_kv_lag,
             "on_stale": schedule.on_stale,
             "groups_per_step": schedule.groups_per_step,
             "group_size": schedule.group_size,

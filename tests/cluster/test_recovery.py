@@ -167,6 +167,8 @@ def step_metrics(lag_max: int, hist: dict[int, int], ratio_max: float, pause_s: 
         "staleness/token_max": Max(lag_max),
         "staleness/trained_token_max": Max(min(lag_max, 1)),
         "staleness/token_hist": Histogram(hist),
+        "staleness/masked_frac": Mean(sum(n for lag, n in hist.items() if lag > 1) / sum(hist.values())),
+        "staleness/kv_mean": Mean(float(lag_max)),
         "offpolicy/ratio_max": Max(ratio_max),
         "offpolicy/ess": Mean(0.5),
         "weights/pause_s": Mean(pause_s),
@@ -194,7 +196,10 @@ def summary(telemetry: Telemetry, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> None:
-    """Lags over three steps: 6 tokens of lag 0, 3 of 1, 1 of 2: mean (3 + 2) / 10, one of ten over the bound of 1."""
+    """Lags over three steps: 6 tokens of lag 0, 3 of 1, 1 of 2: mean (3 + 2) / 10, one of ten over the bound of 1.
+
+    Means are over tokens, of which the steps have 4, 4 and 2: KV lags of 1, 2 and 0 make (4 + 8 + 0) / 10.
+    """
     before = Telemetry(run, "trial", [])
     before.evaluated(evaluated(0, 0.25))
     before.step(1, step_metrics(1, {0: 2, 1: 2}, 1.5, 0.010))
@@ -205,7 +210,8 @@ def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> Non
     after.evaluated(evaluated(3, 0.75))
     found = summary(after, resumes=1)
     assert found["eval"] == {"before": 0.25, "after": 0.75, "n": 10, "metric": "accuracy"}
-    assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == 0.1
+    assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == pytest.approx(0.1)
+    assert found["staleness"]["kv_mean"] == pytest.approx(1.2)
     assert found["staleness"]["token_max"] == 2 and found["staleness"]["trained_token_max"] == 1
     assert found["offpolicy"]["ratio_max"] == 3.0 and found["offpolicy"]["ess_mean"] == 0.5
     assert found["weights"]["pause_s_p50"] == 0.02 and found["weights"]["publishes"] == 4

@@ -243,6 +243,15 @@ def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None
             "algo: {epochs: 2, proximal: loglinear, max_inner_kl: 0.1}",
             "algo.max_inner_kl: does not go with algo.proximal: loglinear",
         ),
+        (
+            "schedule: {kv_on_update: recompute, max_kv_lag: 4}",
+            "schedule.max_kv_lag: does not go with kv_on_update: recompute",
+        ),
+        (
+            "schedule: {kv_on_update: recompute, kv_lag_decay: 0.5}",
+            "schedule.kv_lag_decay: does not go with kv_on_update: recompute",
+        ),
+        ("schedule: {max_kv_lag: 1}", "schedule.max_kv_lag: got 1, expected at least max_staleness = 2"),
     ],
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, text: str, expected: str) -> None:
