@@ -318,6 +318,18 @@ def test_contradictions_of_an_algorithm_are_all_reported(tmp_path: Path) -> None
         ("{correction: {geometric: {low: 1.1, high: 2}}}", "5: algo.correction.geometric.low: got a band from 1.1 to 2"),
         ("{correction: {reject: [icepops]}}", "5: algo.correction.reject[0]: got 'icepops'"),
         ("{kl: {refresh_every: 5}}", "5: algo.kl.refresh_every: there is no reference without a KL term"),
+        (
+            "{proximal: behaviour}",
+            "5: algo.correction.weight: got token with algo.proximal: behaviour, expected none: the loss divides by π_b",
+        ),
+        (
+            "{proximal: behaviour, correction: {weight: none, reject: [icepop]}}",
+            "5: algo.correction.reject: does not go with algo.proximal: behaviour: it looks at π_prox/π_b, which is 1",
+        ),
+        (
+            "{proximal: behaviour, correction: {weight: none}, epochs: 2, max_inner_kl: 0.1}",
+            "5: algo.max_inner_kl: does not go with algo.proximal: behaviour: the lag would count as drift",
+        ),
         ("{name: sft, kl: {coefficient: 0.1}}", "5: algo.kl.coefficient: sft has no RL stream"),
         ("{scale_by_std: false}", "5: algo.scale_by_std: unknown key"),
     ],
