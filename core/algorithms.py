@@ -198,14 +198,36 @@ class Algo(Section):
         found: Problems = []
         if self.proximal == "behaviour" and self.correction.weight != "none":
             got = f"got {self.correction.weight} with algo.proximal: behaviour, expected none"
-            why = "the loss divides by π_b already, and would again; set it to none, or use proximal: recompute"
-            found.append(("algo.correction.weight", f"{got}: {why}"))
+            twice = "the loss divides by π_b already, and would again; set it to none, or use proximal: recompute"
+            found.append(("algo.correction.weight", f"{got}: {twice}"))
         rejects, stops = bool(self.correction.reject), self.max_inner_kl is not None and self.inner_steps > 1
         for key, is_set in (("correction.reject", rejects), ("max_inner_kl", stops)):
             if is_set and (why := _NEEDS_RECOMPUTE[key].get(self.proximal)):
                 text = f"does not go with algo.proximal: {self.proximal}: {why}; use proximal: recompute"
                 found.append((f"algo.{key}", text))
         return found
+
+
+def contradictions(name: str, before: str, written: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Keys of ``written`` (an ``algo`` section made for the name ``before``) that keep ``name`` from being more than a label:
+    each that either of the two presets and that says otherwise, with the value that ``name`` stands for."""
+    stands_for = Algo.model_validate({"name": name}).model_dump()
+    found = {}
+    for path in {*_leaves(PRESETS[before]), *_leaves(PRESETS[name])}:
+        said, meant = written, stands_for
+        for key in path:
+            said = said.get(key, {}) if isinstance(said, Mapping) else {}
+            meant = meant[key]
+        if said != {} and said != meant:
+            found[path] = meant
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in tree.items():
+        found += _leaves(value, (*above, key)) if isinstance(value, Mapping) else [(*above, key)]
+    return found
 
 
 def _over(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,6 +272,30 @@ def test_every_preset_holds_and_its_resolved_recipe_loads_again(tmp_path: Path, 
     assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
 
 
+def test_a_name_over_a_resolved_recipe_is_refused_where_it_would_be_a_label(tmp_path: Path) -> None:
+    """Its own keys win, and a resolved recipe has all of them: grpo's clip and overlong under the name of dapo."""
+    resolved = dump_recipe(load_recipe([write(tmp_path, GOOD)]))
+    found = only(tmp_path, resolved, ("algo.name=dapo",))
+    assert found.startswith("command line: algo.name: got dapo, over a recipe for grpo that sets what it stands for")
+    remedy = "algo.clip_high=0.28 algo.overlong.filter=true algo.overlong.soft=0.2"
+    assert f"({remedy})" in found
+    algo = load_recipe([write(tmp_path, resolved)], [*remedy.split(), "algo.name=dapo"]).algo
+    assert algo == load_recipe([write(tmp_path, GOOD)], ["algo.name=dapo"]).algo
+    mine = load_recipe(
+        [write(tmp_path, resolved)], ["algo={name: dapo, clip_high: 0.3}", "algo.overlong={filter: false, soft: null}"]
+    ).algo
+    assert (mine.name, mine.clip_high, mine.overlong.filter) == ("dapo", 0.3, False), "set beside the name, they are wanted"
+    dapo = dump_recipe(load_recipe([write(tmp_path, GOOD)], ["algo.name=dapo"]))
+    assert "algo.clip_high=0.2 algo.overlong.filter=false algo.overlong.soft=null" in only(tmp_path, dapo, ("algo.name=grpo",))
+    over = write(tmp_path, "algo: {name: gspo}\n", "over.yaml")
+    with pytest.raises(RecipeError, match=r"over\.yaml:1: algo\.name: got gspo"):
+        load_recipe([write(tmp_path, resolved), over])
+    for same in (["algo.name=grpo"], ["algo.name=sft"]):
+        load_recipe([write(tmp_path, resolved)], same)
+    cispo = only(tmp_path, GOOD + "algo: {clip_high: 0.3}\n", ("algo.name=cispo",))
+    assert "(algo.clip_high=4.0)" in cispo, "what the file sets by hand, too, is not silently kept"
+
+
 def test_the_default_is_grpo_as_it_always_was(tmp_path: Path) -> None:
     algo = load_recipe([write(tmp_path, GOOD)]).algo
     assert algo == load_recipe([write(tmp_path, GOOD)], ["algo.name=grpo"]).algo
