@@ -14,6 +14,7 @@ from slipstream.algos.advantages import batch_advantages
 from slipstream.algos.reductions import token_weights
 from slipstream.cluster.ledger import State
 from slipstream.cluster.staleness import decay, lags, loss_mask, outcome, staleness_metrics
+from slipstream.core.algorithms import OF_BATCH, OF_GROUPS
 from slipstream.core.metrics import Max, Mean, Metrics
 from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
 from slipstream.core.schema import Recipe
@@ -51,6 +52,7 @@ def assemble(
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
     denominators: list[float] = []
+    rl_denominators: list[float] = []
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
@@ -66,12 +68,13 @@ def assemble(
             )
         )
         denominators.append(denominator)
+        rl_denominators.append(denominator if recipe.trains_rl and _moves(minibatches[-1], recipe) else 0.0)
         records += [sample_record(g, t, a, w, version, end) for (g, t, a), w, end in stamped]
     zeros = (0.0,) * len(minibatches)
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
-        rl_denominators=tuple(denominators) if recipe.trains_rl else zeros,
+        rl_denominators=tuple(rl_denominators),
         ce_denominators=zeros,
         distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
@@ -118,6 +121,15 @@ def _weights(
     decays = [decay(t, version, schedule) for t in trajectories]
     decayed = [[w * d if w else 0.0 for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)]
     return decayed, denominator
+
+
+def _moves(samples: Sequence[TrainSample], recipe: Recipe) -> bool:
+    """Whether the RL stream of a mini-batch has a gradient.  Equal rewards give none, and then there must be no step either:
+    Adam's momentum would move the weights without one."""
+    algo = recipe.algo
+    if algo.advantage not in (*OF_GROUPS, *OF_BATCH) or (algo.kl.coefficient and algo.kl.placement == "loss"):
+        return True
+    return any(a and w for sample in samples for a, w in zip(sample.advantages, sample.rl, strict=True))
 
 
 def _split(items: list[Any], parts: int) -> list[list[Any]]:

@@ -326,7 +326,7 @@ class Controller:
         self.pulse.beat()
         if self.flow.on_stale == "drop":
             oldest = max(self.flow.learner.batch - self.flow.bound, 0)
-            await self.fleet.abort_before(WeightVersion(version.attempt, oldest))
+            await self.fleet.abort_before(WeightVersion(version.attempt, oldest), list(self.flow.in_flight))
         if self.evaluator.due(version.batch) and self.parts.version.batch < version.batch < self.recipe.schedule.steps:
             self.evaluator.start(version.batch, self._loops)
 

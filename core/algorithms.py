@@ -32,6 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What a name sets differently from the defaults below; docs/algorithms.md has the sources.  The recipe's own keys win."""
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantages that compare siblings: a group of equal rewards, or of one, gives them nothing."""
+OF_BATCH = ("reinforce", "reinforce_pp")
+"""Advantages that compare the responses of a batch."""
 
 _NEEDS_RECOMPUTE = {
     "correction.reject": {

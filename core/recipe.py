@@ -18,9 +18,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from slipstream.core import built_in
 from slipstream.core.algorithms import PRESETS, contradictions
 from slipstream.core.recipe_problems import explain, place_of
-from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, read_file, read_override
+from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, path_of, read_file, read_override
 from slipstream.core.schema import Recipe
 
 REDACTED = "<redacted>"
@@ -103,8 +104,8 @@ def _mere_labels(files: Sequence[Source], overrides: Sequence[tuple[str, Source]
     if not isinstance(written, dict):
         return []
     algo = OmegaConf.to_container(config).get("algo")  # type: ignore[union-attr]
-    name, before = algo.get("name") if isinstance(algo, dict) else None, written.get("name", "grpo")
-    if name == "sft" or not all(isinstance(known, str) and known in PRESETS for known in (name, before)):
+    name, before = str(algo.get("name")) if isinstance(algo, dict) else "", str(written.get("name", "grpo"))
+    if name == "sft" or name not in PRESETS or before not in PRESETS:
         return []
     later = {path for places in layers[naming:] for path in places}
     left = {path: value for path, value in contradictions(name, before, written).items() if ("algo", *path) not in later}
@@ -161,10 +162,9 @@ def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: se
         suspects |= {problem.key for _, problem in fresh}
         plain = _without(plain, (), suspects)
     if recipe is not None:
-        for key, text in recipe.cross_checks():
+        for key, text in (*recipe.cross_checks(), *built_in.problems(recipe)):
             if not any(suspect in f"{key} {text}" for suspect in suspects if suspect):
-                path = tuple(key.split("."))
-                problems.append(Problem(key, place_of(path, places), text))
+                problems.append(Problem(key, place_of(path_of(key), places), text))
     return recipe, problems
 
 

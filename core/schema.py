@@ -142,7 +142,7 @@ class Environment(Section):
     name: str = "single_turn"
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: Positive = Field(8, description="of the policy in one episode; a longer one ends with status `turns`")
-    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the policy is told of the error")
+    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the episode ends with status `timeout`")
 
 
 class Rollout(Section):

@@ -139,6 +139,26 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     assert record["reward"] == pytest.approx(0.9) and record["rewards"] == {"exact": 1.0, "kl": 0.5}
 
 
+def test_a_mini_batch_without_an_advantage_makes_no_step() -> None:
+    """REINFORCE, two mini-batches of a group each.  All rewards 1: no advantage, so no denominator, and no step of Adam's.
+
+    With a reward of 0 in the second group the mean is 3/4, and both have one.  A KL term is a gradient of its own.
+    """
+
+    def of(second: float, **algo: Any) -> tuple[float, ...]:
+        groups = [
+            group("g", response("g0", 1.0, 3, 3), response("g1", 1.0, 3)),
+            group("h", response("h0", 1.0, 3), response("h1", second, 3)),
+        ]
+        return assemble(groups, NOW, recipe(name="reinforce", minibatches=2, **algo)).batch.rl_denominators
+
+    assert of(1.0) == (0.0, 0.0) and of(0.0) == (3.0, 2.0)
+    assert of(1.0, kl={"coefficient": 0.1}) == (3.0, 2.0)
+    halves = [group("g", response("g0", 1.0, 3), response("g1", 0.5, 3)), group("h", response("h0", 0.75, 3, 3, 3))]
+    made = assemble(halves, NOW, recipe(name="reinforce", minibatches=2)).batch
+    assert made.rl_denominators == (2.0, 0.0), "the mean is 3/4, and the second has it throughout"
+
+
 TEACHER = {"teacher": "builtin:tiny", "coefficient": 0.5}
 TAUGHT = group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.0, 3))
 """Learner at 3, bound 1: the first token of a is stale, its last was observed; one token of each is left."""

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from slipstream.core.audit import audit
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
-from slipstream.core.schema import Recipe
+from slipstream.core.schema import Model, Recipe
 from slipstream.rollout.prompts import PromptTooLong
+from slipstream.trainer.model import resolve_model
 
 LEDGER = {"dispatched": 4, "in_flight": 0, "ready": 0, "training": 0, "trained": 4, "stale": 0, "filtered": 0, "failed": 0}
 
@@ -240,6 +242,30 @@ def test_an_infinite_figure_does_not_cost_the_summary(run: RunDirectory) -> None
     telemetry.step(1, step_metrics(0, {0: 1}, float("inf"), 0.01))
     run.write_summary(summary(telemetry))
     assert json.loads(run.summary_file.read_text())["offpolicy"]["ratio_max"] is None
+
+
+def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: Path) -> None:
+    policy = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(policy, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
+
+    def recipe(reference: Path, **kl: Any) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "name": "trial",
+                "model": {"path": str(policy), "reference": str(reference)},
+                "data": {"source": "builtin:number_sorting"},
+                "algo": {"kl": {"coefficient": 0.1, **kl}},
+            }
+        )
+
+    shape = r"model\.layers\.0\.mlp\.down_proj\.weight is \(128, 512\) in .*, and \(128, 256\) in .*other"
+    with pytest.raises(ValueError, match=rf"algo\.kl\.refresh_every: .*{shape}"):
+        recovery._reference(recipe(other, refresh_every=5), policy)
+    assert recovery._reference(recipe(other), policy) == str(other), "as a reference that stays it will do"
+    assert recovery._reference(recipe(policy, refresh_every=5), policy) == str(policy)
 
 
 def answer(reward: float) -> Trajectory:

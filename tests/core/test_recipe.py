@@ -102,6 +102,24 @@ def test_each_kind_of_mistake(tmp_path: Path, text: str, expected: str) -> None:
     assert only(tmp_path, f"{GOOD}{text}\n").startswith(expected)
 
 
+def test_built_ins_are_checked_with_the_rest_and_nothing_of_the_users_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    text = (
+        "seed: -1\nrollout:\n  environment: {name: calculator, options: {open: '('}}\nreward:\n  parts:\n"
+        "    - {function: exct}\n    - {function: regex, options: {pattern: x}}\n    - {function: 'mine:f', options: {a: 1}}\n"
+    )
+    seed, *found = problems(tmp_path, GOOD + text)
+    assert seed.startswith("5: seed: got -1") and len(found) == 3
+    assert "7: rollout.environment.options.open: unknown key; did you mean `opening`?" in found
+    assert any(p.startswith("10: reward.parts[0].function: got 'exct'") and p.endswith("did you mean exact?") for p in found)
+    assert any(p.startswith("11: reward.parts[1].options.pattern: got 'x' with 0 groups") for p in found)
+    found = problems(tmp_path, GOOD + "rollout: {environment: {name: calculater}}\n")
+    assert found[0].startswith("5: rollout.environment.name: got 'calculater'") and found[0].endswith(
+        "did you mean calculator?"
+    )
+    load_recipe([write(tmp_path, GOOD + "rollout: {environment: {name: 'mine:Env', options: {a: 1}}}\n")])
+
+
 def test_missing_sections_and_unusable_files(tmp_path: Path) -> None:
     missing = problems(tmp_path, "name: x\n")
     assert missing == ["data: missing; add `data: …`", "model: missing; add `model: …`"]
@@ -154,7 +172,7 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     )
     assert recipe.warm_start is not None and (recipe.warm_start.steps, recipe.warm_start.batch_size) == (3, 5)
     assert recipe.data.options == {"a": [1]} and recipe.checkpoint.every is None
-    two = load_recipe([base], ["reward={parts: [{function: exact}, {function: regex}]}", "reward.parts[1].weight=0.5"])
+    two = load_recipe([base], ["reward={parts: [{function: exact}, {function: reasoning_gym}]}", "reward.parts[1].weight=0.5"])
     assert [part.weight for part in two.reward.parts] == [1.0, 0.5]
 
 
@@ -175,7 +193,7 @@ def test_numbers_and_lists_are_read_as_people_write_them(tmp_path: Path) -> None
 def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
     text = GOOD + (
         "warm_start: {steps: 3, optimizer: {lr: 3e-7}}\nrollout: {sampling: {stop: ['1e-6', 'on', '\\${x}', 'a: b']}}\n"
-        "reward: {parts: [{function: exact, options: {after: '=', nested: {a: 1}}}]}\n"
+        "reward: {parts: [{function: 'mine:f', options: {after: '=', nested: {a: 1}}}]}\n"
     )
     recipe = load_recipe([write(tmp_path, text)])
     assert recipe.rollout.sampling.stop == ["1e-6", "on", "${x}", "a: b"]
@@ -184,7 +202,7 @@ def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
     secret = [
         "data.options.hf_token=hush",
         "data.options.max_tokens=5",
-        "reward.parts=[{function: math, options: {a: {api_key: hush}}}]",
+        "reward.parts=[{function: 'mine:f', options: {a: {api_key: hush}}}]",
     ]
     dumped = dump_recipe(load_recipe([write(tmp_path, GOOD)], secret))
     assert "hush" not in dumped and "max_tokens: 5" in dumped
