@@ -191,6 +191,9 @@ class Algo(Section):
                 ("algo.max_inner_kl", "there is one step per batch, and nothing to stop; raise algo.epochs or remove it")
             )
         found += self._proximal_problems()
+        if self.name == "sft" and self.correction != Correction():
+            why = "demonstrations have no log-probs of a sampler to correct for"
+            found.append(("algo.correction", f"does not go with algo.name sft: {why}; remove it"))
         if self.name == "sft" and self.kl.coefficient:
             found.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
         return found

@@ -143,4 +143,6 @@ def _with_rewards(trajectory: Trajectory, scores: Sequence[tuple[RewardPart, flo
     if not rewards:
         raise GradingError("not_applicable", f"no reward function applies to {trajectory.sample_id}: each returned None")
     total = sum(part.weight * score for part, score in scores if score is not None)
+    if not math.isfinite(total):
+        raise GradingError("total/not_finite", f"the weighted sum of {rewards} is {total}, expected a finite number")
     return replace(trajectory, reward=total, rewards=rewards)

@@ -372,6 +372,18 @@ def test_contradictions_of_an_algorithm_are_all_reported(tmp_path: Path) -> None
             "{proximal: behaviour, correction: {weight: none}, epochs: 2, max_inner_kl: 0.1}",
             "5: algo.max_inner_kl: does not go with algo.proximal: behaviour: the lag would count as drift",
         ),
+        (
+            "{kl: {coefficient: 0.1, placement: reward, estimator: k3}}",
+            "5: algo.kl.estimator: k3 in the reward is biased; use k1, or placement: loss",
+        ),
+        (
+            "{kl: {placement: [loss, reward], coefficient: 0.1}}",
+            "5: algo.kl.placement: got a list, expected 'loss' or 'reward'",
+        ),
+        (
+            "{name: sft, correction: {weight: sequence}}",
+            "5: algo.correction: does not go with algo.name sft: demonstrations have no log-probs of a sampler",
+        ),
         ("{name: sft, kl: {coefficient: 0.1}}", "5: algo.kl.coefficient: sft has no RL stream"),
         ("{scale_by_std: false}", "5: algo.scale_by_std: unknown key"),
     ],
