@@ -1,7 +1,7 @@
 """Does every algorithm learn?  Each preset of `algo.name` on the quickstart's task, from one shared warm start.
 
-Same model, data, sampling, optimizer and number of steps for all, asynchronous with a bound of 2; what a preset sets is all that
-differs.  One seed: the figures say that an algorithm works, not which one is better.
+Same model, data, sampling, optimizer and number of steps for all, asynchronous with a bound of 2: what a preset sets is all
+that differs.  One seed: the figures say that an algorithm works, not which one is better.
 
 accuracy_before_*   held-out accuracy of the warm start, sampled anew in every run
 accuracy_*          held-out accuracy at the end
