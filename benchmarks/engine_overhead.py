@@ -75,7 +75,7 @@ async def sides_of(recipe: Recipe, model: Path, prompts: Prompts) -> tuple[list[
     from slipstream.rollout.groups import GroupSampler
     from slipstream.rollout.prompts import PromptEncoder
     from slipstream.rollout.rewards import Rewards
-    from slipstream.trainer.model import eos_token_ids, load_tokenizer
+    from slipstream.trainer.model import eos_token_ids, load_tokenizer, vocabulary_size
 
     max_length, eos_ids = recipe.model.max_length or 64, eos_token_ids(model)
     llm = AsyncLLM.from_engine_args(engine_args(model, recipe.model, recipe.rollout, max_length, 0, "mapped"))
@@ -87,7 +87,7 @@ async def sides_of(recipe: Recipe, model: Path, prompts: Prompts) -> tuple[list[
     environments = Environments(recipe.rollout.environment)
 
     def ours(max_tokens: int, seed: int | None = None) -> Round:
-        limits = Limits(max_tokens=max_tokens, max_turns=1, max_length=max_length)
+        limits = Limits(max_tokens=max_tokens, max_turns=1, max_length=max_length, vocabulary=vocabulary_size(model))
         sampler = GroupSampler(engine, encoder, environments, rewards, seed=seed, limits=limits)
 
         async def run(number: int) -> int:

@@ -94,7 +94,7 @@ class RolloutActor:
         from slipstream.rollout.prompts import PromptEncoder
         from slipstream.rollout.rewards import Rewards
         from slipstream.rollout.weights import Stager
-        from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer
+        from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer, vocabulary_size
 
         self._rewards = Rewards(recipe.reward, Path(place.search_path))
         self._open.callback(self._rewards.close)
@@ -125,19 +125,22 @@ class RolloutActor:
             environments,
             self._rewards,
             seed=recipe.seed if sampling.seeded else None,
-            limits=Limits(max_tokens=sampling.max_tokens, max_turns=recipe.rollout.environment.max_turns, max_length=limit),
+            limits=Limits(
+                max_tokens=sampling.max_tokens,
+                max_turns=recipe.rollout.environment.max_turns,
+                max_length=limit,
+                vocabulary=vocabulary_size(path),
+            ),
         )
         self._stager = Stager(place.run_id)
         self._open.callback(self._stager.close)
         return ray.get_runtime_context().get_node_id()
 
-    async def sample(
-        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, abortable: bool = True
-    ) -> Group:
-        return await self._groups.sample(task, prompt_ids, dispatched, size, abortable=abortable)
+    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
+        return await self._groups.sample(task, prompt_ids, dispatched, size)
 
-    async def abort_before(self, oldest: WeightVersion) -> None:
-        self._groups.abort_before(oldest)
+    async def abort_before(self, oldest: WeightVersion, group_ids: list[str]) -> None:
+        self._groups.abort_before(oldest, group_ids)
 
     async def stage(self, version: str, bucket: Bucket, data: np.ndarray, crc32: int) -> None:
         """Lay one bucket into this node's shared memory, beside the generation (on a thread)."""

@@ -5,7 +5,6 @@ The learner is blind to the algorithm; everything that distinguishes one from an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -13,12 +12,12 @@ from typing import Any
 
 from slipstream.algos.advantages import batch_advantages
 from slipstream.algos.reductions import token_weights
-from slipstream.core.metrics import Histogram, Max, Mean, Metrics
+from slipstream.cluster.ledger import State
+from slipstream.cluster.staleness import decay, lags, loss_mask, outcome, staleness_metrics
+from slipstream.core.algorithms import OF_BATCH, OF_GROUPS
+from slipstream.core.metrics import Max, Mean, Metrics
 from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
 from slipstream.core.schema import Recipe
-
-QUARTERS = 4
-"""Parts of a response in which masked tokens are counted apart: masking favours late tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def assemble(
     ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
     (``distill.form: policy_gradient``).
     """
-    algo, bound, max_tokens = recipe.algo, recipe.schedule.max_staleness, recipe.response_tokens
+    algo, max_tokens = recipe.algo, recipe.response_tokens
     if kl_of_sample is not None:
         kl = kl_of_sample
         groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl[t.sample_id]) for group in groups]
@@ -53,29 +52,33 @@ def assemble(
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
     denominators: list[float] = []
+    rl_denominators: list[float] = []
     records: list[dict[str, Any]] = []
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
-        weights, denominator = _weights([t for _, t, _ in pairs], version, recipe)
-        stamped = list(zip(pairs, weights, strict=True))
+        trajectories = [t for _, t, _ in pairs]
+        ends = [outcome(t, version, recipe.schedule, filter_overlong=algo.overlong.filter) for t in trajectories]
+        weights, denominator = _weights(trajectories, ends, version, recipe)
+        stamped = list(zip(pairs, weights, ends, strict=True))
         minibatches.append(
             tuple(
                 _stamped_sample(t, w, _token_advantages(t, a, recipe, gap_of_sample), version, recipe)
-                for (_, t, a), w in stamped
-                if any(w)
+                for (_, t, a), w, end in stamped
+                if end == "trained"
             )
         )
         denominators.append(denominator)
-        records += [sample_record(g, t, a, w, version, _outcome(t, w, version, bound)) for (g, t, a), w in stamped]
+        rl_denominators.append(denominator if recipe.trains_rl and _moves(minibatches[-1], recipe) else 0.0)
+        records += [sample_record(g, t, a, w, version, end) for (g, t, a), w, end in stamped]
     zeros = (0.0,) * len(minibatches)
     batch = TrainBatch(
         version=version,
         minibatches=tuple(minibatches),
-        rl_denominators=tuple(denominators) if recipe.trains_rl else zeros,
+        rl_denominators=tuple(rl_denominators),
         ce_denominators=zeros,
         distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
-    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, bound)}
+    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, recipe.schedule)}
     if gap_of_sample is not None:
         metrics["distill/kl"] = _mean_gap(batch, gap_of_sample)
     return Assembled(batch, metrics, records)
@@ -95,19 +98,6 @@ def assemble_demonstrations(
     )
 
 
-def loss_mask(trajectory: Trajectory, version: WeightVersion, bound: int) -> list[bool]:
-    """Action and not stale, per response token [L]: invariant 1 of the design."""
-    return [mine and lag <= bound for mine, lag in zip(trajectory.loss_mask, lags_of(trajectory, version), strict=True)]
-
-
-def lags_of(trajectory: Trajectory, version: WeightVersion) -> tuple[int, ...]:
-    """Lag of each response token [L] for the learner at ``version``, in committed batches.
-
-    Attempts do not enter: a resume goes on from the batch that it was saved at, and refuses what was sampled after that.
-    """
-    return tuple(version.batch - sampled.batch for sampled in trajectory.policy_versions)
-
-
 def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> float:
     """0 up to (1 − ``soft``) · ``max_tokens`` written tokens, then falling in a line to −1 at ``max_tokens``.
 
@@ -117,25 +107,29 @@ def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> flo
     return -min(max((sum(trajectory.loss_mask) - (max_tokens - room)) / room, 0.0), 1.0)
 
 
-def _weights(trajectories: Sequence[Trajectory], version: WeightVersion, recipe: Recipe) -> tuple[list[list[float]], float]:
+def _weights(
+    trajectories: Sequence[Trajectory], outcomes: Sequence[State], version: WeightVersion, recipe: Recipe
+) -> tuple[list[list[float]], float]:
     """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
-    depend on ``lag_decay``."""
-    bound, filters = recipe.schedule.max_staleness, recipe.algo.overlong.filter
+    depend on the decay by lag."""
+    schedule = recipe.schedule
     masks = [
-        [False] * len(t.token_ids) if filters and t.status == "length" else loss_mask(t, version, bound) for t in trajectories
+        loss_mask(t, version, schedule) if end == "trained" else [False] * len(t.token_ids)
+        for t, end in zip(trajectories, outcomes, strict=True)
     ]
     shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.response_tokens)
-    decay = recipe.schedule.lag_decay
-    lags = [lags_of(t, version) for t in trajectories]
-    decayed = [[w * decay**n if w else 0.0 for w, n in zip(*pair, strict=True)] for pair in zip(shares, lags, strict=True)]
+    decays = [decay(t, version, schedule) for t in trajectories]
+    decayed = [[w * d if w else 0.0 for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)]
     return decayed, denominator
 
 
-def _outcome(trajectory: Trajectory, weights: Sequence[float], version: WeightVersion, bound: int) -> str:
-    """As ``Flow.commit`` counts it."""
-    if any(weights):
-        return "trained"
-    return "filtered" if any(loss_mask(trajectory, version, bound)) else "stale"
+def _moves(samples: Sequence[TrainSample], recipe: Recipe) -> bool:
+    """Whether the RL stream of a mini-batch has a gradient.  Equal rewards give none, and then there must be no step either:
+    Adam's momentum would move the weights without one."""
+    algo = recipe.algo
+    if algo.advantage not in (*OF_GROUPS, *OF_BATCH) or (algo.kl.coefficient and algo.kl.placement == "loss"):
+        return True
+    return any(a and w for sample in samples for a, w in zip(sample.advantages, sample.rl, strict=True))
 
 
 def _split(items: list[Any], parts: int) -> list[list[Any]]:
@@ -196,7 +190,7 @@ def _stamped_sample(
         rl=given if recipe.trains_rl else bare.rl,
         distill=given if recipe.teaches == "full" else bare.distill,
         advantages=advantages,
-        lag=lags_of(trajectory, version),
+        lag=lags(trajectory.policy_versions, version),
     )
 
 
@@ -238,7 +232,7 @@ def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[
 
 
 def sample_record(
-    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion, outcome: str
+    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion, outcome: State
 ) -> dict[str, Any]:
     """One line of ``samples.jsonl``; per-token values that repeat are run-length spans [value, start, end]."""
     prompt = group.task.prompt
@@ -287,42 +281,6 @@ def reward_metrics(groups: Sequence[Group]) -> Metrics:
         "response/length_max": Max(max((len(t.token_ids) for t in trajectories), default=0)),
         "response/truncated_frac": Mean(sum(t.status == "length" for t in trajectories) / n, n),
         "response/eos_frac": Mean(sum(t.status == "eos" for t in trajectories) / n, n),
-    }
-
-
-def staleness_metrics(groups: Sequence[Group], version: WeightVersion, bound: int) -> Metrics:
-    """``staleness/*``: lags in committed batches, over the tokens that the policy wrote."""
-    lags: Counter[int] = Counter()
-    kv_lag_sum = 0
-    written = [0] * QUARTERS
-    masked = [0] * QUARTERS
-    for trajectory in (t for group in groups for t in group.trajectories):
-        mine, length = trajectory.loss_mask, len(trajectory.token_ids)
-        for sampled, start, end in spans_of(trajectory.policy_versions):
-            if count := sum(mine[start:end]):
-                lags[version.batch - sampled.batch] += count
-        for oldest, start, end in spans_of(trajectory.kv_versions):
-            kv_lag_sum += (version.batch - oldest.batch) * sum(mine[start:end])
-        fresh = loss_mask(trajectory, version, bound)
-        for quarter in range(QUARTERS):
-            part = slice(quarter * length // QUARTERS, (quarter + 1) * length // QUARTERS)
-            written[quarter] += sum(mine[part])
-            masked[quarter] += sum(mine[part]) - sum(fresh[part])
-    tokens = sum(lags.values())
-    trajectories = [t for group in groups for t in group.trajectories if t.policy_versions]
-    return {
-        "staleness/token_mean": Mean(sum(lag * n for lag, n in lags.items()) / max(tokens, 1), tokens),
-        "staleness/token_max": Max(max(lags, default=0)),
-        "staleness/trained_token_max": Max(max((lag for lag in lags if lag <= bound), default=0)),
-        "staleness/token_hist": Histogram(dict(sorted(lags.items()))),
-        "staleness/sample_oldest_max": Max(
-            max((version.batch - min(t.policy_versions).batch for t in trajectories), default=0)
-        ),
-        "staleness/kv_mean": Mean(kv_lag_sum / max(tokens, 1), tokens),
-        "staleness/versions_per_sample": _mean([len(set(t.policy_versions)) for t in trajectories]),
-        "staleness/versions_per_sample_max": Max(max((len(set(t.policy_versions)) for t in trajectories), default=0)),
-        "staleness/masked_frac": Mean(sum(masked) / max(tokens, 1), tokens),
-        **{f"staleness/masked_frac_q{q + 1}": Mean(masked[q] / max(written[q], 1), written[q]) for q in range(QUARTERS)},
     }
 
 

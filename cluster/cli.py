@@ -56,12 +56,15 @@ def _recipe(arguments: list[str]) -> tuple[Any, Path]:
 
 @app.command()
 def validate(recipe: RecipeFiles) -> None:
-    """Check a recipe: every mistake at once, in under two seconds, with nothing started.
+    """Check a recipe: every mistake at once, in under two seconds, with nothing started and nothing of the user's imported.
 
     [dim]slipstream validate recipes/quickstart.yaml schedule.steps=20[/]
     """
     found, _ = _recipe(recipe)
     out.print(f"[green]valid[/]: {found.name}, {found.algo.name} on {found.data.source}, {found.schedule.steps} steps")
+    theirs = [found.rollout.environment.name, *(part.function for part in found.reward.parts)]
+    if theirs := [name for name in theirs if ":" in name]:
+        out.print(f"{', '.join(theirs)}: imported, and asked for its options, only when the run starts", highlight=False)
 
 
 @app.command()

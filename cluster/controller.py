@@ -326,7 +326,7 @@ class Controller:
         self.pulse.beat()
         if self.flow.on_stale == "drop":
             oldest = max(self.flow.learner.batch - self.flow.bound, 0)
-            await self.fleet.abort_before(WeightVersion(version.attempt, oldest))
+            await self.fleet.abort_before(WeightVersion(version.attempt, oldest), list(self.flow.in_flight))
         if self.evaluator.due(version.batch) and self.parts.version.batch < version.batch < self.recipe.schedule.steps:
             self.evaluator.start(version.batch, self._loops)
 
@@ -346,6 +346,7 @@ class Controller:
             "attempt": self.flow.learner.attempt,
             "resumed_from": self.flow.learner.batch if self.parts.saved is not None else None,
             "bound": schedule.max_staleness,
+            "kv_bound": schedule.max_kv_lag,
             "on_stale": schedule.on_stale,
             "groups_per_step": schedule.groups_per_step,
             "group_size": schedule.group_size,

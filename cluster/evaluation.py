@@ -100,7 +100,7 @@ class Evaluator:
             version = self._flow.confirmed
             try:
                 member = self._fleet.pick(version)
-                group: Group = await self._fleet.sample(member, task, prompt_ids, version, 1, abortable=False)
+                group: Group = await self._fleet.sample(member, task, prompt_ids, version, 1)
             except GroupFailed:
                 return None
             finally:

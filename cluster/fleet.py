@@ -53,19 +53,12 @@ class Fleet:
         return min((m for m in self.members if m.version >= confirmed), key=lambda m: (m.groups, m.index))
 
     async def sample(
-        self,
-        member: Member,
-        task: Task,
-        prompt_ids: tuple[int, ...],
-        dispatched: WeightVersion,
-        size: int,
-        *,
-        abortable: bool = True,
+        self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int
     ) -> Group:
-        """A graded group; one that is ``abortable`` may be called off by ``abort_before``."""
+        """A graded group."""
         member.groups += 1
         try:
-            return await member.actor.sample.remote(task, prompt_ids, dispatched, size, abortable)
+            return await member.actor.sample.remote(task, prompt_ids, dispatched, size)
         finally:
             member.groups -= 1
 
@@ -83,8 +76,9 @@ class Fleet:
         """One engine per node."""
         return list({member.node: member for member in reversed(self.members)}.values())
 
-    async def abort_before(self, oldest: WeightVersion) -> None:
-        await asyncio.gather(*(m.actor.abort_before.remote(oldest) for m in self.members))
+    async def abort_before(self, oldest: WeightVersion, group_ids: list[str]) -> None:
+        """Call off those of the groups that began before ``oldest``."""
+        await asyncio.gather(*(m.actor.abort_before.remote(oldest, group_ids) for m in self.members))
 
     async def stats(self) -> list[EngineStats]:
         return list(await asyncio.gather(*(m.actor.stats.remote() for m in self.members)))

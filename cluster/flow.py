@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from slipstream.cluster.ledger import Ledger, State
+from slipstream.cluster.ledger import Ledger
+from slipstream.cluster.staleness import fully_stale, outcome
 from slipstream.core.metrics import Last, Mean, Metrics
-from slipstream.core.records import Group, Trajectory, WeightVersion
+from slipstream.core.records import Group, WeightVersion
 from slipstream.core.schema import Schedule
 
 
@@ -37,6 +38,7 @@ class Flow:
     def __init__(
         self, schedule: Schedule, start: WeightVersion, ledger: Ledger | None = None, *, filter_overlong: bool = False
     ) -> None:
+        self.schedule = schedule
         self.bound = schedule.max_staleness
         self.groups_per_step = schedule.groups_per_step
         self.on_stale = schedule.on_stale
@@ -127,7 +129,7 @@ class Flow:
         return self.lag(version) > self.bound
 
     def expire(self) -> list[Group]:
-        """Take out the ready groups that can no longer be trained: any stale token (drop), or nothing but stale ones (mask)."""
+        """Take out the ready groups that can no longer be trained: nothing but stale tokens, or (drop) any beyond the bound."""
         gone = [group for group, _ in self.ready.values() if self._expired(group)]
         for group in gone:
             del self.ready[group.task.id]
@@ -135,9 +137,9 @@ class Flow:
         return gone
 
     def _expired(self, group: Group) -> bool:
-        if self.on_stale == "drop":
-            return self.is_stale(group.oldest)
-        return all(fully_stale(t, self) for t in group.trajectories)
+        if self.on_stale == "drop" and self.is_stale(group.oldest):
+            return True
+        return all(fully_stale(t, self.learner, self.schedule) for t in group.trajectories)
 
     def take(self) -> tuple[Group, ...] | None:
         """The G ready groups of smallest v0, or None while the learner has to wait.  Call ``expire`` first."""
@@ -167,12 +169,10 @@ class Flow:
         )
 
     def commit(self) -> WeightVersion:
-        """The learner has trained the batch: samples without one fresh token were stale, overlong ones may be filtered, the
-        others are trained."""
+        """The learner has trained the batch; what became of each sample is ``staleness.outcome``'s to say."""
         assert self.training, "commit without a batch"
         for trajectory in (t for group in self.training for t in group.trajectories):
-            overlong = self.filter_overlong and trajectory.status == "length"
-            end: State = "stale" if fully_stale(trajectory, self) else "filtered" if overlong else "trained"
+            end = outcome(trajectory, self.learner, self.schedule, filter_overlong=self.filter_overlong)
             self.ledger.move(1, "training", end)
         self.learner = self.learner.next()
         self._unconfirmed.append((self.learner, len(self.training)))
@@ -202,9 +202,3 @@ class Flow:
             "staleness/queued_mean": Mean(sum(queued) / max(len(queued), 1), len(queued)),
             "staleness/dropped_total": Last(self.ledger.counts["stale"]),
         }
-
-
-def fully_stale(trajectory: Trajectory, flow: Flow) -> bool:
-    """No token that the policy wrote is fresh enough to be trained (an empty response has none)."""
-    written = (v for v, mine in zip(trajectory.policy_versions, trajectory.loss_mask, strict=True) if mine)
-    return all(flow.is_stale(v) for v in written)

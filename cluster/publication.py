@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.cluster.transport import Publication, Transport
-from slipstream.core.metrics import Last, Mean, Metrics
+from slipstream.core.metrics import Last, Mean, Metrics, merge
 from slipstream.core.records import WeightVersion
 
 
@@ -28,7 +28,7 @@ class Publisher:
         self._telemetry = telemetry
         self._confirmed = confirmed
         self._running: asyncio.Task[None] | None = None
-        self._last: Publication | None = None
+        self._ended: list[Publication] = []
         self.count = 0
 
     async def publish(self, version: WeightVersion) -> None:
@@ -45,7 +45,7 @@ class Publisher:
 
     async def _send(self, version: WeightVersion, exported: Any) -> None:
         publication = await self._transport.send(version, exported)
-        self._last = publication
+        self._ended.append(publication)
         self.count += 1
         self._flow.confirm(version)
         self._telemetry.event(
@@ -64,12 +64,14 @@ class Publisher:
             await self._running
 
     def metrics(self) -> Metrics:
-        """``weights/*`` of the last publication that has ended."""
-        if self._last is None:
-            return {}
-        return {
-            "weights/publish_s": Mean(self._last.publish_s),
-            "weights/pause_s": Mean(self._last.pause_s),
-            "weights/bytes": Last(self._last.nbytes),
-            "weights/staged_tokens": Mean(self._last.staged_tokens),
-        }
+        """``weights/*`` of the publications that have ended since the last call; empty where none has."""
+        ended, self._ended = self._ended, []
+        return merge(
+            {
+                "weights/publish_s": Mean(publication.publish_s),
+                "weights/pause_s": Mean(publication.pause_s),
+                "weights/bytes": Last(publication.nbytes),
+                "weights/staged_tokens": Mean(publication.staged_tokens),
+            }
+            for publication in ended
+        )

@@ -29,7 +29,7 @@ from slipstream.core.schema import Recipe
 from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
-from slipstream.trainer.model import context_length, load_tokenizer, resolve_model
+from slipstream.trainer.model import context_length, load_tokenizer, parameter_shapes, resolve_model
 from slipstream.trainer.teacher import require_same_vocabulary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
     fresh = Parts(
         run_id=run_id,
         model_path=str(path),
-        reference_path=_reference(recipe),
+        reference_path=_reference(recipe, path),
         teacher_path=_teacher(recipe, path),
         version=WeightVersion(0, 0),
         ledger=Ledger(),
@@ -103,12 +103,23 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
     )
 
 
-def _reference(recipe: Recipe) -> str | None:
-    """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed."""
+def _reference(recipe: Recipe, policy: Path) -> str | None:
+    """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed.
+
+    Raises ValueError for one that the policy could not be copied into when it is refreshed.
+    """
     if recipe.model.reference is None or not recipe.algo.kl.coefficient:
         return None
     other = recipe.model.model_copy(update={"path": recipe.model.reference})
-    return str(resolve_model(other, recipe.seed, CACHE, "model.reference"))
+    path = resolve_model(other, recipe.seed, CACHE, "model.reference")
+    if recipe.algo.kl.refresh_every is not None and (shapes := parameter_shapes(path)) != (ours := parameter_shapes(policy)):
+        name = sorted({*shapes.items()} ^ {*ours.items()})[0][0]
+        there = f"{name} is {ours.get(name, 'not there')} in {policy}, and {shapes.get(name, 'not there')} in {path}"
+        raise ValueError(
+            f"algo.kl.refresh_every: the policy cannot become the reference: {there}; expected a model.reference of its "
+            "shape: take one, or remove refresh_every"
+        )
+    return str(path)
 
 
 def _teacher(recipe: Recipe, student: Path) -> str | None:

@@ -40,8 +40,8 @@ def panels(bound: int | None) -> list[Panel]:
         ),
         Panel(
             "Tokens held out as too old",
-            "Share of the batch's tokens whose lag exceeds the bound, so that they get no loss weight.",
-            (("staleness/masked_frac", "masked"),),
+            "Share of the batch's tokens whose lag, or that of their KV entries, exceeds its bound: they get no loss weight.",
+            (("staleness/masked_frac", "masked"), ("staleness/kv_masked_frac", "for their KV entries alone")),
             unit="share of tokens",
         ),
         Panel(

@@ -97,7 +97,7 @@ class Telemetry:
     def step(self, step: int, metrics: Metrics) -> None:
         """Send one step's metrics to every sink."""
         plain = values(metrics)
-        self.latest = dict(plain)
+        self.latest |= plain
         self._remember(plain)
         for sink in self._sinks:
             try:
@@ -119,11 +119,13 @@ class Telemetry:
             "offpolicy/ratio_max": Max,
             "offpolicy/ess": Mean,
             "offpolicy/sampler_kl": Mean,
-            "staleness/kv_mean": Mean,
         }
         found: Metrics = {name: kind(float(plain[name])) for name, kind in kinds.items() if name in plain}
         if "staleness/token_hist" in plain:
-            found["staleness/token_hist"] = Histogram({int(k): n for k, n in plain["staleness/token_hist"].items()})
+            by_lag = Histogram({int(k): n for k, n in plain["staleness/token_hist"].items()})
+            found["staleness/token_hist"], tokens = by_lag, sum(by_lag.counts.values())
+            means = ("staleness/kv_mean", "staleness/masked_frac")
+            found |= {name: Mean(float(plain[name]), tokens) for name in means if name in plain}
         for name in ("weights/pause_s", "weights/publish_s"):
             if name in plain:
                 found[name] = Histogram({round(float(plain[name]) * 1e6): 1})
@@ -186,7 +188,7 @@ def summarise(
             "token_max": int(telemetry.total("staleness/token_max")),
             "trained_token_max": int(telemetry.total("staleness/trained_token_max")),
             "sample_oldest_max": int(telemetry.total("staleness/sample_oldest_max")),
-            "masked_frac": sum(n for lag, n in lags.items() if lag > bound) / tokens if tokens else 0.0,
+            "masked_frac": telemetry.total("staleness/masked_frac"),
             "kv_mean": telemetry.total("staleness/kv_mean"),
             "versions_per_sample_max": int(telemetry.total("staleness/versions_per_sample_max")),
         },

@@ -32,6 +32,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What a name sets differently from the defaults below; docs/algorithms.md has the sources.  The recipe's own keys win."""
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantages that compare siblings: a group of equal rewards, or of one, gives them nothing."""
+OF_BATCH = ("reinforce", "reinforce_pp")
+"""Advantages that compare the responses of a batch."""
+
+_NEEDS_RECOMPUTE = {
+    "correction.reject": {
+        "loglinear": "it decides on fixed log-probs before the first step, and loglinear has none",
+        "behaviour": "it looks at π_prox/π_b, which is 1 throughout",
+    },
+    "max_inner_kl": {
+        "loglinear": "its π_prox moves with the policy and hides the drift",
+        "behaviour": "the lag would count as drift",
+    },
+}
+"""Why a key does not go with another π_prox than the learner's at the start of the batch."""
 
 
 class KL(Section):
@@ -128,9 +142,10 @@ class Algo(Section):
         None, description="bound on the ratio of a negative advantage (clipped_surrogate, gspo)"
     )
     correction: Correction = Field(default_factory=Correction)
-    proximal: Literal["recompute", "loglinear"] = Field(
+    proximal: Literal["recompute", "loglinear", "behaviour"] = Field(
         "recompute",
-        description="recompute: a forward pass before a batch of several steps; loglinear: from π_b, π_θ and the lag",
+        description="recompute: a forward pass before a batch of several steps; loglinear: from π_b, π_θ and the lag; "
+        "behaviour: π_b itself, as before decoupling (needs correction.weight none)",
     )
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     kl: KL = Field(default_factory=KL)
@@ -171,19 +186,53 @@ class Algo(Section):
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             limit = f"1 + algo.clip_high = {1 + self.clip_high:g}"
             found.append(("algo.dual_clip", f"got {self.dual_clip:g}, expected more than {limit}"))
-        if self.proximal == "loglinear" and self.correction.reject:
-            why = "it decides on fixed log-probs before the first step, and loglinear has none; use proximal: recompute"
-            found.append(("algo.correction.reject", f"does not go with algo.proximal: loglinear: {why}"))
         if self.max_inner_kl is not None and self.inner_steps == 1:
             found.append(
                 ("algo.max_inner_kl", "there is one step per batch, and nothing to stop; raise algo.epochs or remove it")
             )
-        elif self.max_inner_kl is not None and self.proximal == "loglinear":
-            why = "its π_prox moves with the policy and hides the drift; use proximal: recompute"
-            found.append(("algo.max_inner_kl", f"does not go with algo.proximal: loglinear: {why}"))
+        found += self._proximal_problems()
+        if self.name == "sft" and self.correction != Correction():
+            why = "demonstrations have no log-probs of a sampler to correct for"
+            found.append(("algo.correction", f"does not go with algo.name sft: {why}; remove it"))
         if self.name == "sft" and self.kl.coefficient:
             found.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
         return found
+
+    def _proximal_problems(self) -> Problems:
+        """What would divide by π_b twice, and what needs a π_prox that is the learner's and stays fixed."""
+        found: Problems = []
+        if self.proximal == "behaviour" and self.correction.weight != "none":
+            got = f"got {self.correction.weight} with algo.proximal: behaviour, expected none"
+            twice = "the loss divides by π_b already, and would again; set it to none, or use proximal: recompute"
+            found.append(("algo.correction.weight", f"{got}: {twice}"))
+        rejects, stops = bool(self.correction.reject), self.max_inner_kl is not None and self.inner_steps > 1
+        for key, is_set in (("correction.reject", rejects), ("max_inner_kl", stops)):
+            if is_set and (why := _NEEDS_RECOMPUTE[key].get(self.proximal)):
+                text = f"does not go with algo.proximal: {self.proximal}: {why}; use proximal: recompute"
+                found.append((f"algo.{key}", text))
+        return found
+
+
+def contradictions(name: str, before: str, written: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Keys of ``written`` (an ``algo`` section made for the name ``before``) that keep ``name`` from being more than a label:
+    each that either of the two presets and that says otherwise, with the value that ``name`` stands for."""
+    stands_for = Algo.model_validate({"name": name}).model_dump()
+    found = {}
+    for path in {*_leaves(PRESETS[before]), *_leaves(PRESETS[name])}:
+        said, meant = written, stands_for
+        for key in path:
+            said = said.get(key, {}) if isinstance(said, Mapping) else {}
+            meant = meant[key]
+        if said != {} and said != meant:
+            found[path] = meant
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in tree.items():
+        found += _leaves(value, (*above, key)) if isinstance(value, Mapping) else [(*above, key)]
+    return found
 
 
 def _over(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from slipstream.core.records import WeightVersion
 
 CHECKS = {
     "format": "every record can be read",
-    "staleness": "no weight on a token over the bound, from a rolled-back future, or not written by the policy",
+    "staleness": "no weight on a token over a bound, from a rolled-back future, or not written by the policy",
     "once": "every sample is in one batch at most, every group is committed once",
     "ledger": "dispatched = trained + stale + filtered + failed + live, as the summary says",
     "slots": "never more than (bound + 1) · groups_per_step groups hold a slot",
@@ -119,7 +119,7 @@ class _Samples:
         self.rolled_back = self.uncommitted = 0
         self.lags: Counter[int] = Counter()  # tokens that the policy wrote, by lag
         self.trained_lag_max = 0
-        self.kv_lag_sum = 0
+        self.kv_lag_sum = self.masked = 0
         self.versions: Counter[int] = Counter()  # samples, by how many versions wrote them
 
     def add(self, where: str, record: dict[str, Any]) -> None:
@@ -151,25 +151,37 @@ class _Samples:
     def _check_tokens(self, who: str, assembled: WeightVersion, columns: Sequence[Sequence[Run]], outcome: str) -> None:
         weighted, fresh, written_by = False, False, set()
         for start, end, (mine, version, kv_version, weight) in _segments(columns):
-            lag = assembled.batch - version.batch
+            lag, kv_lag = assembled.batch - version.batch, assembled.batch - kv_version.batch
             written_by.add(version)
             if mine:
                 self.lags[lag] += end - start
-                self.kv_lag_sum += (assembled.batch - kv_version.batch) * (end - start)
-                fresh |= lag <= self._replay.bound
+                self.kv_lag_sum += kv_lag * (end - start)
+                beyond = self._beyond(lag, kv_lag)
+                fresh |= not beyond
+                self.masked += bool(beyond) * (end - start)
             if weight == 0:
                 continue
             weighted = True
             self.trained_lag_max = max(self.trained_lag_max, lag)
-            problem = self._unfit(mine, version, assembled)
+            problem = self._unfit(mine, version, assembled) or self._beyond(lag, kv_lag)
             if problem:
                 self._findings.add("staleness", f"{who}: tokens {start} to {end - 1} weigh {weight} and {problem}")
         self.versions[len(written_by)] += 1
         if outcome not in (("trained",) if weighted else ("stale", "filtered")):
             state = "a" if weighted else "no"
             self._findings.add("ledger", f"{who} counts as {outcome!r}, but {state} token of it has weight")
-        if outcome == "filtered" and not fresh:
-            self._findings.add("ledger", f"{who} counts as 'filtered', but no token of it is within the bound")
+        elif outcome == ("stale" if fresh else "filtered"):
+            state = "a" if fresh else "no"
+            self._findings.add("ledger", f"{who} counts as {outcome!r}, but {state} token of it is within the bound")
+
+    def _beyond(self, lag: int, kv_lag: int) -> str | None:
+        """Which bound a token of these lags is over."""
+        bound, kv_bound = self._replay.bound, self._replay.kv_bound
+        if lag > bound:
+            return f"lag by {lag}, over the bound of {bound}"
+        if kv_bound is not None and kv_lag > kv_bound:
+            return f"attended to KV entries that lag by {kv_lag}, over the bound of {kv_bound}"
+        return None
 
     def _unfit(self, mine: int, version: WeightVersion, assembled: WeightVersion) -> str | None:
         """Why a token of ``version`` must not be trained in a batch assembled at ``assembled``."""
@@ -180,8 +192,6 @@ class _Samples:
             return f"are of {version}, newer than the learner's {assembled}"
         if version.batch > min(later, default=version.batch):
             return f"are of {version}, which was rolled back to batch {min(later)}"
-        if assembled.batch - version.batch > self._replay.bound:
-            return f"lag by {assembled.batch - version.batch}, over the bound of {self._replay.bound}"
         return None
 
     def check_complete(self) -> None:
@@ -253,7 +263,7 @@ def _figures(replay: Replay, samples: _Samples, ledger: dict[str, int], findings
         "token_mean": sum(lag * n for lag, n in samples.lags.items()) / max(tokens, 1),
         "token_max": max(samples.lags, default=0),
         "trained_token_max": samples.trained_lag_max,
-        "masked_frac": sum(n for lag, n in samples.lags.items() if lag > replay.bound) / max(tokens, 1),
+        "masked_frac": samples.masked / max(tokens, 1),
         "kv_mean": samples.kv_lag_sum / max(tokens, 1),
         "versions_per_sample_max": max(samples.versions, default=0),
         "mixed_version_samples": sum(n for versions, n in samples.versions.items() if versions > 1),

@@ -5,7 +5,8 @@
 ================================  =====================================================================================
 kind                              fields
 ================================  =====================================================================================
-``start``                         ``attempt``, ``bound``, ``groups_per_step``; with ``resumed_from`` also a ``resume``
+``start``                         ``attempt``, ``bound``, ``groups_per_step``, ``kv_bound`` (null or left out: none); with
+                                  ``resumed_from`` also a ``resume``
 ``dispatch``                      ``group_id``, ``version`` (newest that every engine has confirmed), ``samples``; again
                                   only after ``failed``, ``stale`` or a resume
 ``ready``                         ``group_id``
@@ -89,6 +90,10 @@ def a_count(value: Any) -> int:
     return value
 
 
+def a_bound(value: Any) -> int | None:
+    return None if value is None else a_count(value)
+
+
 def a_number(value: Any) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"got {value!r}, expected a number")
@@ -121,7 +126,7 @@ def parse(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]])
 ENDINGS = ("filtered", "failed", "stale")
 
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "start": {"attempt": a_count, "bound": a_count, "groups_per_step": a_count},
+    "start": {"attempt": a_count, "bound": a_count, "groups_per_step": a_count, "kv_bound": a_bound},
     "dispatch": {"group_id": a_text, "version": a_version, "samples": a_count},
     "ready": {"group_id": a_text},
     **{kind: {"group_id": a_text, "samples": a_count} for kind in ENDINGS},
@@ -147,6 +152,8 @@ def parse_events(lines: Iterable[tuple[str, dict[str, Any]]], findings: Findings
     for where, record in lines:
         kind = record.get("kind")
         kinds = [kind] if kind in FIELDS else []
+        if kind == "start":
+            record = {"kv_bound": None, **record}
         if kind == "start" and record.get("resumed_from") is not None:
             record, kinds = {**record, "batch": record["resumed_from"]}, ["start", "resume"]
         try:
@@ -180,6 +187,7 @@ class Replay:
         self._engines = engines if engines is not None else _engines_by_attempt(events)
         self.rollouts = any(event.kind == "dispatch" for event in events)  # else every batch is of demonstrations
         self.bound = self.groups_per_step = 0
+        self.kv_bound: int | None = None
         self.live: dict[str, Flight] = {}
         self.committed: dict[str, int] = {}  # samples of every committed group
         self.commits: dict[int, Commit] = {}
@@ -224,8 +232,8 @@ class Replay:
         engines = self._engines.get(self._base.attempt, set())
         return min((self._confirmed_by.get(engine, self._base) for engine in engines), default=self._base)
 
-    def _start(self, event: Event, attempt: int, bound: int, groups_per_step: int) -> None:
-        self.bound, self.groups_per_step = bound, groups_per_step
+    def _start(self, event: Event, attempt: int, bound: int, groups_per_step: int, kv_bound: int | None) -> None:
+        self.bound, self.groups_per_step, self.kv_bound = bound, groups_per_step, kv_bound
         if not self.started:
             self._base = self._learner = WeightVersion(attempt, 0)
         self.started = True

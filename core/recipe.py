@@ -18,8 +18,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from slipstream.core import built_in
+from slipstream.core.algorithms import PRESETS, contradictions
 from slipstream.core.recipe_problems import explain, place_of
-from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, read_file, read_override
+from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, path_of, read_file, read_override
 from slipstream.core.schema import Recipe
 
 REDACTED = "<redacted>"
@@ -48,7 +50,9 @@ def load_recipe(files: Sequence[Path], overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError([Problem("", "", "got no recipe file, expected at least one")])
     for name in _FORBIDDEN_RESOLVERS:
         OmegaConf.clear_resolver(name)
-    config, places, problems = _merge([read_file(path) for path in files], [read_override(text) for text in overrides])
+    sources, changes = [read_file(path) for path in files], [read_override(text) for text in overrides]
+    config, places, problems = _merge(sources, changes)
+    problems += _mere_labels(sources, changes, config)
     plain = _resolve(config, (), places, problems)
     suspects = {problem.key for problem in problems}
     recipe, found = _validate(plain, places, suspects)
@@ -85,6 +89,33 @@ def _merge(
                 problems.append(Problem(key, source.name, f"the override leads nowhere: {reason}"))
             places |= source.places
     return config, places, problems
+
+
+def _mere_labels(files: Sequence[Source], overrides: Sequence[tuple[str, Source]], config: DictConfig) -> list[Problem]:
+    """``algo.name`` given over files that already set what it stands for: their keys win, so the name would change nothing.
+
+    A resolved recipe is such a file.  Keys that stand beside the new name, or after it, are wanted so.
+    """
+    layers = [source.places for source in files]
+    layers.append({path: place for _, source in overrides for path, place in source.places.items()})
+    naming = max((i for i, places in enumerate(layers) if ("algo", "name") in places), default=0)
+    earlier = OmegaConf.to_container(OmegaConf.merge({}, *(source.values for source in files[:naming])))
+    written = earlier.get("algo") if isinstance(earlier, dict) else None
+    if not isinstance(written, dict):
+        return []
+    algo = OmegaConf.to_container(config).get("algo")  # type: ignore[union-attr]
+    name, before = str(algo.get("name")) if isinstance(algo, dict) else "", str(written.get("name", "grpo"))
+    if name == "sft" or name not in PRESETS or before not in PRESETS:
+        return []
+    later = {path for places in layers[naming:] for path in places}
+    left = {path: value for path, value in contradictions(name, before, written).items() if ("algo", *path) not in later}
+    if not left:
+        return []
+    remedy = " ".join(f"algo.{dotted(path)}={json.dumps(left[path])}" for path in sorted(left))
+    text = f"got {name}, over a recipe for {before} that sets what it stands for; those keys win, and {name} would be a label"
+    return [
+        Problem("algo.name", layers[naming]["algo", "name"], f"{text}: set them too ({remedy}), or remove them from the file")
+    ]
 
 
 def _resolve(node: Any, path: KeyPath, places: Mapping[KeyPath, str], problems: list[Problem]) -> Any:
@@ -131,10 +162,9 @@ def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: se
         suspects |= {problem.key for _, problem in fresh}
         plain = _without(plain, (), suspects)
     if recipe is not None:
-        for key, text in recipe.cross_checks():
+        for key, text in (*recipe.cross_checks(), *built_in.problems(recipe)):
             if not any(suspect in f"{key} {text}" for suspect in suspects if suspect):
-                path = tuple(key.split("."))
-                problems.append(Problem(key, place_of(path, places), text))
+                problems.append(Problem(key, place_of(path_of(key), places), text))
     return recipe, problems
 
 

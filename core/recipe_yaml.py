@@ -53,6 +53,11 @@ def dotted(path: KeyPath) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
+def path_of(key: str) -> KeyPath:
+    """The inverse of ``dotted``."""
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[\w-]+", key))
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with ``1e-6`` read as a number and dates as text."""
 
@@ -100,7 +105,7 @@ def read_override(text: str) -> tuple[str, Source]:
         problem = f"got {text!r}, expected an override such as schedule.steps=20"
         source.problems.append(Problem("", source.name, problem))
     else:
-        path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[\w-]+", key))
+        path = path_of(key)
         source.places[path] = source.name
         _parse(value, source, path=path)
     return key, source

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 Message = Mapping[str, str]
-Status = Literal["eos", "stop", "length", "turns", "aborted"]
-"""Why a response ended: its own end token or a stop string, too few tokens left, too many turns, or called off."""
+Status = Literal["eos", "stop", "length", "turns", "timeout", "aborted"]
+"""Why a response ended: its own end token or a stop string, too few tokens left, too many turns, an environment that did not
+answer in time, or called off."""
 
 
 class WeightVersion(NamedTuple):

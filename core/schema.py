@@ -142,7 +142,7 @@ class Environment(Section):
     name: str = "single_turn"
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: Positive = Field(8, description="of the policy in one episode; a longer one ends with status `turns`")
-    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the policy is told of the error")
+    timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the episode ends with status `timeout`")
 
 
 class Rollout(Section):
@@ -165,6 +165,12 @@ class Schedule(Section):
     lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="loss weight of a token of lag l: lag_decay to the power of l, up to the bound"
     )
+    max_kv_lag: NonNegative | None = Field(
+        None, description="tokens that attended to a KV entry older than that get no weight either; default: whatever its age"
+    )
+    kv_lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="the same factor for the lag of the oldest KV entry that the token attended to"
+    )
     kv_on_update: KvOnUpdate = Field(
         "keep", description="KV entries of running requests: kept from older weights, or computed again after every commit"
     )
@@ -177,6 +183,21 @@ class Schedule(Section):
     max_idle_groups: Positive | None = Field(
         None, description="stop after so many groups in a row without a learning signal; default: 50 × groups_per_step"
     )
+
+    def kv_problems(self) -> Problems:
+        """Rules of the lag of KV entries, which is never below the token's own, and equal to it where they are recomputed."""
+        problems: Problems = []
+        if self.kv_on_update == "recompute":
+            same = "does not go with kv_on_update: recompute, where a KV entry is as old as its token"
+            if self.max_kv_lag is not None:
+                problems.append(("schedule.max_kv_lag", f"{same}; remove it, max_staleness is the bound"))
+            if self.kv_lag_decay != 1:
+                problems.append(("schedule.kv_lag_decay", f"{same}; use lag_decay"))
+        elif self.max_kv_lag is not None and self.max_kv_lag < self.max_staleness:
+            at_least = f"expected at least max_staleness = {self.max_staleness}"
+            why = "a KV entry is never newer than the token that attends to it; lower max_staleness, or raise this"
+            problems.append(("schedule.max_kv_lag", f"got {self.max_kv_lag}, {at_least}: {why}"))
+        return problems
 
 
 class Trainer(Section):
@@ -292,6 +313,7 @@ class Recipe(Section):
                     "new weights the engines may not write more than so many batches",
                 )
             )
+        problems += self.schedule.kv_problems()
         if algo.name == "sft" and self.warm_start is not None:
             problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
         if self.model.dtype == "bfloat16" and self.trainer.zero_stage == 0:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from pydantic import Field
-
 from slipstream.core.records import Task
-from slipstream.core.section import Section
 from slipstream.rollout.environment import Completion, Environment, Observation, ToolError
 
 MOST_CHARACTERS = 200
@@ -17,13 +14,6 @@ MOST_DIGITS = 50
 
 _TOKENS = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([-+*/()]))")
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
-
-
-class CalculatorOptions(Section):
-    """Options of ``calculator``."""
-
-    opening: str = Field("<calc>", min_length=1)
-    closing: str = Field("</calc>", min_length=1)
 
 
 class Calculator(Environment):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipstream.core.records import Status, Task, Trajectory, WeightVersion
+from slipstream.rollout.failures import EnvironmentFailed
 from slipstream.rollout.prompts import PromptTooLong
 
 Observation = str | tuple[int, ...] | None
@@ -45,6 +46,10 @@ class ToolError(Exception):
     """What went wrong with a turn, in words for the policy: it reads them as an observation, and may try again."""
 
 
+class NoAnswer(Exception):
+    """The environment did not answer in time.  It may still be at work, so it is not asked again: the episode is over."""
+
+
 class Environment:
     """The other side of one episode; made anew for every sample, with its task and the recipe's options as arguments.
 
@@ -75,11 +80,13 @@ class SingleTurn(Environment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """``max_tokens`` of one turn, ``max_turns`` of the policy, ``max_length`` of prompt, turns and observations together."""
+    """``max_tokens`` of one turn, ``max_turns`` of the policy, ``max_length`` of prompt, turns and observations together;
+    token ids are below ``vocabulary``."""
 
     max_tokens: int
     max_turns: int
     max_length: int
+    vocabulary: int
 
 
 class Episode:
@@ -121,7 +128,8 @@ class Episode:
 
         Observations have loss mask False, log-prob 0.0 and the versions of the token before them.  The status says why it
         ended: that of the last turn where the environment ended it, ``length`` where a turn was cut off or the context has no
-        room for the next one, ``turns`` after ``max_turns``; then what the environment answered last is left out.
+        room for the next one, ``turns`` after ``max_turns``; then what the environment answered last is left out.  ``timeout``
+        is an environment that did not answer.
         """
         status: Status = "turns"
         for turn in range(self._limits.max_turns):
@@ -130,7 +138,11 @@ class Episode:
             if completion.finish == "aborted" or not completion.token_ids:
                 status = completion.finish
                 break
-            observation = await self._observe(completion)
+            try:
+                observation = await self._observe(completion)
+            except NoAnswer:
+                status = "timeout"
+                break
             if observation is None or completion.finish == "length":
                 status = completion.finish
                 break
@@ -155,8 +167,14 @@ class Episode:
         return completion if completion.text else replace(completion, text=self._decode(completion.token_ids))
 
     def _append(self, observation: str | tuple[int, ...], completion: Completion) -> bool:
-        """Whether the observation, and a token after it, fit into the context; if so they are part of it."""
+        """Whether the observation, and a token after it, fit into the context; if so they are part of it.
+
+        Raises EnvironmentFailed for ids that the model does not have.
+        """
         ids = self._encode(observation, completion.token_ids) if isinstance(observation, str) else observation
+        if beyond := [token for token in ids if token >= self._limits.vocabulary]:
+            problem = f"got the token id {beyond[0]}, expected ids below the model's vocabulary of {self._limits.vocabulary}"
+            raise EnvironmentFailed("environment/wrong_result", problem)
         if len(self._prompt_ids) + len(self._response.token_ids) + len(ids) >= self._limits.max_length:
             return False
         self._response.observe(ids)

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import difflib
-import importlib
+import contextlib
 import inspect
 import math
-import re
-import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slipstream.core import schema
-from slipstream.core.recipe_problems import options_of
+from slipstream.core.built_in import environment_options
 from slipstream.core.records import Task
-from slipstream.rollout.calculator import Calculator, CalculatorOptions
-from slipstream.rollout.environment import Completion, Environment, Observation, SingleTurn, ToolError
+from slipstream.rollout.calculator import Calculator
+from slipstream.rollout.environment import Completion, Environment, NoAnswer, Observation, SingleTurn, ToolError
 from slipstream.rollout.failures import EnvironmentFailed
 from slipstream.rollout.guess_number import GuessNumber
+from slipstream.rollout.user_code import load
 
 MOST_HUNG = 32
 """Calls that may hang on their threads, which nobody can end, before every further one fails its group."""
 
-_BUILT_IN: dict[str, tuple[type[Environment], type[schema.Section]]] = {
-    "single_turn": (SingleTurn, schema.Section),
-    "calculator": (Calculator, CalculatorOptions),
-    "guess_number": (GuessNumber, schema.Section),
-}
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_BUILT_IN: dict[str, type[Environment]] = {"single_turn": SingleTurn, "calculator": Calculator, "guess_number": GuessNumber}
 
 
 class Environments:
@@ -42,11 +35,12 @@ class Environments:
         """Raises ValueError for an environment that does not exist, cannot be imported, or does not take the options."""
         self._timeout_s = settings.timeout_s
         self._hung: list[threading.Thread] = []
+        options = environment_options(settings)
         if settings.name in _BUILT_IN:
-            self._class, options = _BUILT_IN[settings.name]
-            self._options = options_of(options, settings.options, "rollout.environment.options").model_dump()
+            self._class: Any = _BUILT_IN[settings.name]
+            self._options: dict[str, Any] = options.model_dump()
         else:
-            self._class, self._options = _of_the_user(settings, search_path), settings.options
+            self._class, self._options = _of_the_user(settings, search_path), options
 
     def check(self, first: Task) -> None:
         """Raises ValueError if the environment of one task cannot be made."""
@@ -57,27 +51,27 @@ class Environments:
 
     def open(self, task: Task) -> Environment:
         """The environment of one episode of ``task``.  Raises EnvironmentFailed if the user's cannot be made."""
-        try:
-            return self._class(task, **self._options)
-        except Exception as error:
-            raise _failure(error) from error
+        with _contained():
+            made: Environment = self._class(task, **self._options)
+        return made
 
     async def observe(self, environment: Environment, completion: Completion) -> Observation:
-        """Its answer to a turn; a ToolError, or none in time, is an answer too.  Raises EnvironmentFailed for all else."""
+        """Its answer to a turn; a ToolError is an answer too.
+
+        Raises NoAnswer after ``timeout_s``: a thread that hangs goes on with the environment, so the episode must not.  Raises
+        EnvironmentFailed for all else.
+        """
         try:
-            async with asyncio.timeout(self._timeout_s) as clock:
+            async with asyncio.timeout(self._timeout_s):
                 if inspect.iscoroutinefunction(environment.observe):
-                    answer = await environment.observe(completion)
+                    with _contained():
+                        answer = await environment.observe(completion)
                 else:
                     answer = await self._on_a_thread(environment.observe, completion)
         except ToolError as error:
             return f"error: {error}"
-        except EnvironmentFailed:
-            raise
-        except Exception as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                return f"error: no answer within {self._timeout_s:g} s"
-            raise _failure(error) from error
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {self._timeout_s:g} s") from None
         if answer is None or isinstance(answer, str) or _are_ids(answer):
             return answer
         raise EnvironmentFailed("environment/wrong_result", f"got {answer!r}, expected text, a tuple of token ids, or None")
@@ -92,11 +86,12 @@ class Environments:
 
         def call() -> None:
             try:
-                done.set_result(function(completion))
-            except StopIteration as error:  # which no future can hold
-                done.set_exception(RuntimeError(f"StopIteration: {error}"))
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is awaited
+                with _contained():
+                    answer = function(completion)
+            except (ToolError, EnvironmentFailed) as error:
                 done.set_exception(error)
+            else:
+                done.set_result(answer)
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -109,7 +104,8 @@ class Environments:
 
 def score(environment: Environment) -> dict[str, float]:
     """The environment's own score as a reward part; nothing where it has none.  Raises EnvironmentFailed for no number."""
-    got = environment.score
+    with _contained():
+        got = environment.score
     if got is None:
         return {}
     if not isinstance(got, int | float) or not math.isfinite(got):
@@ -117,9 +113,16 @@ def score(environment: Environment) -> dict[str, float]:
     return {"environment": float(got)}
 
 
-def _failure(error: Exception) -> EnvironmentFailed:
-    traceback.print_exc()
-    return EnvironmentFailed("environment/raised", f"{type(error).__name__}: {error}")
+@contextlib.contextmanager
+def _contained() -> Iterator[None]:
+    """Around the user's code: whatever it raises, ``sys.exit`` included, fails the group with a traceback."""
+    try:
+        yield
+    except (ToolError, EnvironmentFailed):
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise EnvironmentFailed("environment/raised", f"{type(error).__name__}: {error}") from error
 
 
 def _are_ids(answer: Any) -> bool:
@@ -129,19 +132,10 @@ def _are_ids(answer: Any) -> bool:
 def _of_the_user(settings: schema.Environment, search_path: Path | None) -> Any:
     """The class at ``module:Class``."""
     key, name = "rollout.environment", settings.name
-    if not _DOTTED.fullmatch(name):
-        near = difflib.get_close_matches(name, _BUILT_IN, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{key}.name: got {name!r}, expected {', '.join(_BUILT_IN)} or module:Class{meant}")
-    if search_path is not None and str(search_path.resolve()) not in sys.path:
-        sys.path.append(str(search_path.resolve()))  # last: a random.py beside a recipe must not shadow the standard library
-    module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{key}.name: {name} cannot be imported ({error}); expected module:Class beside the recipe or installed"
-        ) from error
+        found = load(name, search_path, "Class")
+    except ValueError as error:
+        raise ValueError(f"{key}.name: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise ValueError(f"{key}.name: {name} is no subclass of slipstream.rollout.environment.Environment, as it has to be")
     try:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, BinaryIO
 
+from slipstream.rollout.user_code import load
+
 Scores = list[float | None]
 
 
@@ -63,20 +65,14 @@ BUILT_IN: dict[str, Callable[..., Scores]] = {"regex": regex, "math": math, "rea
 _WARM = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-def resolve(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+def resolve(name: str, options: dict[str, Any], search_path: str | None = None) -> Callable[..., Any]:
     """The grader of that name with its options bound.  Raises ValueError if a user's function cannot be imported."""
     if name in BUILT_IN:
         if name in _WARM:
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
                 importlib.import_module(_WARM[name])
         return partial(BUILT_IN[name], **options)
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{name} cannot be imported ({error}); expected module:function beside the recipe or installed"
-        ) from error
+    function = load(name, search_path, "function")
     if not callable(function):
         raise ValueError(f"{name} is a {type(function).__name__}, expected a function")
     return partial(function, **options)
@@ -119,10 +115,8 @@ def main() -> None:
     setup = _receive(requests)
     if setup is None:
         return
-    if setup["search_path"]:
-        sys.path.append(setup["search_path"])  # last: a random.py beside a recipe must not shadow the standard library
     try:
-        functions = {name: resolve(name, options) for name, options in setup["graders"]}
+        functions = {name: resolve(name, options, setup["search_path"]) for name, options in setup["graders"]}
     except ValueError as error:
         _reply(replies, {"error": "import", "detail": str(error)})
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -45,18 +46,15 @@ class GroupSampler:
         self._running: dict[str, tuple[asyncio.Task[list[Trajectory]], list[Episode]]] = {}
         self._aborted: set[str] = set()
 
-    async def sample(
-        self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int, *, abortable: bool = True
-    ) -> Group:
-        """``size`` graded siblings of ``task``; ``abort_before`` concerns those that are ``abortable``.
+    async def sample(self, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int) -> Group:
+        """``size`` graded siblings of ``task``.
 
         Raises GroupFailed if an environment or the grader fails, EngineFailed if the engine does, GroupAborted after
         ``abort_before``.
         """
         episodes: list[Episode] = []
         siblings = asyncio.ensure_future(self._siblings(task, prompt_ids, size, episodes))
-        if abortable:
-            self._running[task.id] = (siblings, episodes)
+        self._running[task.id] = (siblings, episodes)
         try:
             trajectories = await siblings
         except asyncio.CancelledError:
@@ -74,8 +72,9 @@ class GroupSampler:
         try:
             async with asyncio.TaskGroup() as siblings:
                 tasks = [siblings.create_task(self._one(task, prompt_ids, i, episodes)) for i in range(size)]
-        except* GroupFailed as failures:
-            raise failures.exceptions[0] from None
+        except ExceptionGroup as problems:
+            failed, worse = problems.split(GroupFailed)  # a dead engine ends the run, whatever an environment did meanwhile
+            raise (worse or failed or problems).exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _one(self, task: Task, prompt_ids: tuple[int, ...], sibling: int, episodes: list[Episode]) -> Trajectory:
@@ -98,9 +97,10 @@ class GroupSampler:
         episodes.append(episode)
         return replace(await episode.run(), rewards=score(environment))
 
-    def abort_before(self, oldest: WeightVersion) -> None:
-        """Call off the running groups that have a turn, over or under way, admitted before ``oldest``."""
-        for group_id, (siblings, episodes) in self._running.items():
+    def abort_before(self, oldest: WeightVersion, group_ids: Iterable[str]) -> None:
+        """Call off those of the groups that run here and have a turn, over or under way, admitted before ``oldest``."""
+        for group_id in self._running.keys() & set(group_ids):
+            siblings, episodes = self._running[group_id]
             begun = (episode.oldest or self._engine.admitted.get(episode.sample_id) for episode in episodes)
             if any(version is not None and version < oldest for version in begun):
                 self._aborted.add(group_id)

@@ -7,53 +7,20 @@ group: a fault is never a reward of 0.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
-
-from slipstream.core.recipe_problems import options_of
+from slipstream.core.built_in import REWARDS, ExactOptions, reward_options
 from slipstream.core.records import Task, Trajectory
 from slipstream.core.schema import Reward, RewardPart
-from slipstream.core.section import Section
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.graders import Grader, GraderPool
 
-
-class _Exact(Section):
-    after: str | None = Field(None, min_length=1, description="the answer is what follows the last occurrence of this text")
-    require_eos: bool = Field(True, description="a response that was cut off is wrong")
-
-
-class _Regex(Section):
-    pattern: str = Field(description="with one group, which is compared with the answer; the last match counts")
-    require_eos: bool = False
-
-    @field_validator("pattern")
-    @classmethod
-    def _has_one_group(cls, pattern: str) -> str:
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(f"got {pattern!r}, which is no regular expression ({error})") from None
-        if groups != 1:
-            raise ValueError(f"got {pattern!r} with {groups} groups, expected exactly one; (?:…) groups without capturing")
-        return pattern
-
-
-class _RequireEos(Section):
-    require_eos: bool = False
-
-
-_HERE: dict[str, type[Section]] = {"exact": _Exact, "environment": Section}
+_HERE = ("exact", "environment")
 """What this process does itself."""
-_OPTIONS: dict[str, type[Section]] = {**_HERE, "regex": _Regex, "math": _RequireEos, "reasoning_gym": _RequireEos}
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Rewards:
@@ -65,7 +32,7 @@ class Rewards:
         self._parts: list[tuple[RewardPart, Any]] = []
         for index, part in enumerate(reward.parts):
             try:
-                self._parts.append((part, _options(part, f"reward.parts[{index}]")))
+                self._parts.append((part, reward_options(part, f"reward.parts[{index}]")))
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -112,7 +79,7 @@ class Rewards:
     async def _scores(
         self, part: RewardPart, options: Any, task: Task, trajectories: Sequence[Trajectory]
     ) -> list[float | None]:
-        built_in = part.function in _OPTIONS
+        built_in = part.function in REWARDS
         if part.function == "environment":
             return [trajectory.rewards.get("environment") for trajectory in trajectories]
         scores: list[float | None]
@@ -127,22 +94,12 @@ class Rewards:
         return scores
 
 
-def _options(part: RewardPart, key: str) -> Any:
-    if model := _OPTIONS.get(part.function):
-        return options_of(model, part.options, f"{key}.options")
-    if not _DOTTED.fullmatch(part.function):
-        near = difflib.get_close_matches(part.function, _OPTIONS, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{key}.function: got {part.function!r}, expected {', '.join(_OPTIONS)} or module:function{meant}")
-    return part.options
-
-
 def _grader(part: RewardPart, options: Any) -> Grader:
-    fixed = {"pattern": options.pattern} if part.function == "regex" else {} if part.function in _OPTIONS else part.options
+    fixed = {"pattern": options.pattern} if part.function == "regex" else {} if part.function in REWARDS else part.options
     return Grader(part.function, fixed)
 
 
-def _exact(task: Task, text: str, options: _Exact) -> float:
+def _exact(task: Task, text: str, options: ExactOptions) -> float:
     if task.answer is None:
         raise GradingError("exact/no_answer", f"task {task.id} has no answer to compare with")
     if options.after is not None:
@@ -186,4 +143,6 @@ def _with_rewards(trajectory: Trajectory, scores: Sequence[tuple[RewardPart, flo
     if not rewards:
         raise GradingError("not_applicable", f"no reward function applies to {trajectory.sample_id}: each returned None")
     total = sum(part.weight * score for part, score in scores if score is not None)
+    if not math.isfinite(total):
+        raise GradingError("total/not_finite", f"the weighted sum of {rewards} is {total}, expected a finite number")
     return replace(trajectory, reward=total, rewards=rewards)

@@ -117,6 +117,18 @@ def context_length(path: Path) -> int:
     return limit
 
 
+def vocabulary_size(path: Path) -> int:
+    """Token ids that the model has embeddings for, which may be more than its tokenizer knows."""
+    return int(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size)
+
+
+def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a folder's model, by its config: no weights are read or made."""
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+
+
 def _checked_folder(path: Path, key: str) -> Path:
     if not path.is_dir():
         raise ValueError(

@@ -124,7 +124,8 @@ class Objective:
         """log π_prox and behaviour weight of ``R`` ``chosen`` tokens, the sums of ``WRITTEN``, and the largest π_prox / π_b."""
         current_R = logprobs_R.detach()
         proximal_R = self.offpolicy.proximal(logprobs_R, row, anchors, chosen, progress)
-        weight_R, measured, ratio_max = self.offpolicy.weigh(proximal_R, row, chosen)
+        learner_R = current_R if self.offpolicy.coupled else proximal_R  # else nothing would be measured: π_prox is π_b
+        weight_R, measured, ratio_max = self.offpolicy.weigh(learner_R, row, chosen)
         sums = measured | {
             "entropy": entropy_R.sum(),
             "drift": (current_R - proximal_R).abs().sum(),

@@ -32,7 +32,7 @@ class Anchors:
     """What stays fixed for a row's response tokens while its batch is trained on.
 
     ``proximal_N`` is None where no forward pass is needed for it: in a single inner step the current policy, detached, is the
-    proximal one, and ``loglinear`` has none.  ``reference_N`` is None where there is no KL term in the loss.
+    proximal one, and ``loglinear`` and ``behaviour`` have none.  ``reference_N`` is None where there is no KL term in the loss.
     ``rl_N`` are the RL weights: the row's own, or what a rejection has left of them.
     """
 
@@ -75,6 +75,7 @@ class OffPolicy:
     def __init__(self, algo: algorithms.Algo) -> None:
         self.rejects = bool(algo.correction.reject)
         self.loglinear = algo.proximal == "loglinear"
+        self.coupled = algo.proximal == "behaviour"
         self.cap = algo.correction.cap
         self._level = algo.correction.weight
         self._by = algo.correction.reject
@@ -88,12 +89,14 @@ class OffPolicy:
 
     def needs_forward(self, inner_steps: int) -> bool:
         """Whether a batch of so many steps has to know π_prox before the first of them."""
-        return self.rejects or (inner_steps > 1 and not self.loglinear)
+        return self.rejects or (inner_steps > 1 and not self.loglinear and not self.coupled)
 
     def proximal(self, logprobs_R: Tensor, row: PackedRow, anchors: Anchors, rl: Tensor, progress: float) -> Tensor:
         """log π_prox of the ``R`` tokens that ``rl`` picks, detached; ``progress`` is j / M at inner step j of M."""
         if self.loglinear:
             return loglinear_proximal(logprobs_R, row.behaviour_N[rl], row.lag_N[rl], progress)
+        if self.coupled:
+            return row.behaviour_N[rl]
         return logprobs_R.detach() if anchors.proximal_N is None else anchors.proximal_N[rl]
 
     def weigh(self, proximal_R: Tensor, row: PackedRow, rl: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -164,7 +167,8 @@ def batch_metrics(measured: dict[str, float], last_step: dict[str, float], ratio
 
     The ratio is π_prox / π_b at the level of ``correction.weight``.  ``offpolicy/ess`` is Kish's (Σr)² / (n Σr²) of it before
     truncation, 1 for an on-policy batch; ``offpolicy/sampler_kl`` is the k1 estimate of KL(π_b ‖ π_prox) per token, and
-    ``offpolicy/inner_kl`` the k3 estimate of KL(π_prox ‖ π_θ).
+    ``offpolicy/inner_kl`` the k3 estimate of KL(π_prox ‖ π_θ).  With ``proximal: behaviour`` the learner is the current policy
+    as each step of the first pass finds it, and the drift holds the lag too.
     """
     metrics: Metrics = {}
     if tokens := measured["measured_tokens"]:

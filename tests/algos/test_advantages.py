@@ -50,6 +50,10 @@ def test_reinforce_pp_baseline_centres_by_group_and_scales_by_batch():
     assert found == [pytest.approx([0.5 * scale, -0.5 * scale]), pytest.approx([3 * scale, -3 * scale])]
 
 
+def test_none_leaves_the_rewards_out():
+    assert batch_advantages([[1, 0], [5]], "none") == [[0, 0], [0]] and has_signal([1, 1], "none")
+
+
 def test_batch_of_group_advantages_looks_at_one_group_at_a_time():
     assert batch_advantages([[1, 0], [10, 4]], "dr_grpo") == [[0.5, -0.5], [3, -3]]
 

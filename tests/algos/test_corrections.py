@@ -12,6 +12,7 @@ from slipstream.algos.corrections import (
     loglinear_proximal,
     rejected,
 )
+from slipstream.algos.losses import LOSSES, PolicyTerms, SurrogateConfig
 from slipstream.algos.sequences import sequence_mean, sequence_sum
 
 BANDS = Bands(icepop=(0.5, 5.0), geometric=(0.8, 1.25), opsm_delta=0.1)
@@ -125,3 +126,42 @@ def test_loglinear_proximal_by_hand():
 def test_effective_sample_size(ratios, mask, expected):
     found = effective_sample_size(torch.tensor(ratios), torch.tensor(mask).bool())
     assert found.item() == pytest.approx(expected, rel=1e-6) and found <= 1
+
+
+@pytest.mark.parametrize("proximal", ["first step", "loglinear"])
+@pytest.mark.parametrize("level", ["none", "token", "sequence", "geometric"])
+@pytest.mark.parametrize("loss", ["clipped_surrogate", "gspo", "dppo_tv"])
+def test_a_corrected_loss_against_finite_differences_with_the_correction_frozen(loss, level, proximal):
+    """d Σ w · loss(u) / d log π, where w and π_prox are made from the same log π and yet stand still: both are detached.
+
+    Two sequences, one of each sign; the ratios are inside clip and mask, and r = 3 of the first token is cut at 2.
+    """
+    base_T = logs(0.3, 0.2, 0.25, 0.5).requires_grad_()
+    behaviour_T = logs(0.1, 0.15, 0.24, 0.4)
+    sequence_T, lag_T = torch.tensor([0, 0, 1, 1]), torch.tensor([0.0, 1.0, 2.0, 1.0], dtype=torch.float64)
+    config = SurrogateConfig(clip_low=0.9, clip_high=9.0, dual_clip=None)
+
+    def fixed(logprobs_T):
+        """log π_prox and weight, from the current log-probabilities."""
+        proximal_T = logprobs_T if proximal == "first step" else loglinear_proximal(logprobs_T, behaviour_T, lag_T, 0.5)
+        ratio_T = behaviour_ratio(proximal_T, behaviour_T, sequence_T, level)
+        return proximal_T, behaviour_weight(ratio_T, level=level, cap=2.0)
+
+    def objective(logprobs_T, proximal_T, weight_T):
+        advantages_T = torch.tensor([1.3, 1.3, -0.7, -0.7], dtype=torch.float64)
+        terms = PolicyTerms(
+            logprobs_T=logprobs_T,
+            proximal_T=proximal_T,
+            behaviour_T=behaviour_T,
+            advantages_T=advantages_T,
+            sequence_T=sequence_T,
+        )
+        return (weight_T * LOSSES[loss](terms, config).loss_T).sum()
+
+    (found_T,) = torch.autograd.grad(objective(base_T, *fixed(base_T)), base_T)
+    frozen = [x_T.detach() for x_T in fixed(base_T)]
+    step = 1e-6
+    for t, slope in enumerate(found_T.tolist()):
+        there, back = (base_T.detach() + h * torch.eye(4, dtype=torch.float64)[t] for h in (step, -step))
+        difference = (objective(there, *frozen) - objective(back, *frozen)) / (2 * step)
+        assert slope == pytest.approx(difference.item(), rel=1e-7) and slope != 0

@@ -117,6 +117,16 @@ def test_straight_through_gradient_is_x(estimator):
     assert reference_T.grad is None
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_loss_against_finite_differences_of_k2(estimator):
+    """k2's own value, and what k3's value is given in place of its own slope, 1 − e^(−x)."""
+    logprobs_T = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    reference_T = torch.tensor([-3.0, -1.0, -0.7], dtype=torch.float64)
+    (found_T,) = torch.autograd.grad(kl_loss(logprobs_T, reference_T, estimator).sum(), logprobs_T)
+    there_T, back_T = (kl_value(logprobs_T.detach() + h, reference_T, "k2") for h in (1e-6, -1e-6))
+    torch.testing.assert_close(found_T, (there_T - back_T) / 2e-6, rtol=1e-8, atol=0)
+
+
 def test_extreme_ratios_stay_finite():
     # x = +-1e4 in float32: k3 = 1e4 - 1 above; below, e^(-x) stops at e^20, so k3 = e^20 - 1 - 20
     logprobs_T = torch.tensor([0.0, -1e4], requires_grad=True)

@@ -12,18 +12,19 @@ from slipstream.cluster.assembly import (
     assemble_demonstrations,
     gaps,
     kl_penalties,
-    loss_mask,
     overlong_reward,
     sample_record,
     samples_of,
-    staleness_metrics,
 )
+from slipstream.cluster.staleness import loss_mask, staleness_metrics
 from slipstream.core.metrics import values
 from slipstream.core.records import Group, Task, TrainSample, Trajectory, WeightVersion
-from slipstream.core.schema import Recipe
+from slipstream.core.schema import Recipe, Schedule
 
 
-def recipe(*, bound: int = 1, distill: dict[str, Any] | None = None, **algo: Any) -> Recipe:
+def recipe(
+    *, bound: int = 1, distill: dict[str, Any] | None = None, schedule: dict[str, Any] | None = None, **algo: Any
+) -> Recipe:
     """Dr.GRPO unless told otherwise: reward minus the mean of the group, so that advantages are easy to derive."""
     return Recipe.model_validate(
         {
@@ -33,7 +34,7 @@ def recipe(*, bound: int = 1, distill: dict[str, Any] | None = None, **algo: Any
             "algo": {"name": "dr_grpo", "reduction": "token_mean", **algo},
             "distill": distill or {},
             "rollout": {"sampling": {"max_tokens": 4}},
-            "schedule": {"max_staleness": bound, "groups_per_step": 8},
+            "schedule": {"max_staleness": bound, "groups_per_step": 8, **(schedule or {})},
         }
     )
 
@@ -90,7 +91,7 @@ def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics()
 
 def test_a_token_that_the_policy_did_not_write_weighs_nothing() -> None:
     observed = response("a", 1.0, 3, 3, 3, observed=(1,))
-    assert loss_mask(observed, NOW, 1) == [True, False, True]
+    assert loss_mask(observed, NOW, Schedule(max_staleness=1)) == [True, False, True]
     made = assemble([group("g", observed, response("b", 0.0, 3))], NOW, recipe())
     assert by_name(made.batch)["a"].rl == (1.0, 0.0, 1.0) and made.batch.rl_denominators == (3.0,)
 
@@ -136,6 +137,26 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
     record = made.records[0]
     assert record["reward"] == pytest.approx(0.9) and record["rewards"] == {"exact": 1.0, "kl": 0.5}
+
+
+def test_a_mini_batch_without_an_advantage_makes_no_step() -> None:
+    """REINFORCE, two mini-batches of a group each.  All rewards 1: no advantage, so no denominator, and no step of Adam's.
+
+    With a reward of 0 in the second group the mean is 3/4, and both have one.  A KL term is a gradient of its own.
+    """
+
+    def of(second: float, **algo: Any) -> tuple[float, ...]:
+        groups = [
+            group("g", response("g0", 1.0, 3, 3), response("g1", 1.0, 3)),
+            group("h", response("h0", 1.0, 3), response("h1", second, 3)),
+        ]
+        return assemble(groups, NOW, recipe(name="reinforce", minibatches=2, **algo)).batch.rl_denominators
+
+    assert of(1.0) == (0.0, 0.0) and of(0.0) == (3.0, 2.0)
+    assert of(1.0, kl={"coefficient": 0.1}) == (3.0, 2.0)
+    halves = [group("g", response("g0", 1.0, 3), response("g1", 0.5, 3)), group("h", response("h0", 0.75, 3, 3, 3))]
+    made = assemble(halves, NOW, recipe(name="reinforce", minibatches=2)).batch
+    assert made.rl_denominators == (2.0, 0.0), "the mean is 3/4, and the second has it throughout"
 
 
 TEACHER = {"teacher": "builtin:tiny", "coefficient": 0.5}
@@ -220,7 +241,7 @@ def test_a_record_has_runs() -> None:
 def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
     """Learner at 3, bound 1.  Lags: a 2, 1, 0, 0 (KV lag 2 each), b 1 (its first token, of lag 3, was observed; KV lag 3)."""
     groups = [group("g", response("a", 1.0, 1, 2, 3, 3), response("b", 0.0, 0, 2, observed=(0,)))]
-    metrics = values(staleness_metrics(groups, NOW, 1))
+    metrics = values(staleness_metrics(groups, NOW, Schedule(max_staleness=1)))
     expected = {
         "staleness/token_mean": 4 / 5,
         "staleness/token_max": 2,
@@ -228,6 +249,8 @@ def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
         "staleness/token_hist": {"0": 2, "1": 2, "2": 1},
         "staleness/sample_oldest_max": 3,
         "staleness/kv_mean": (2 * 4 + 3) / 5,
+        "staleness/kv_max": 3,
+        "staleness/kv_masked_frac": 0.0,
         "staleness/versions_per_sample": 2.5,  # three versions in a, two in b
         "staleness/versions_per_sample_max": 3,
         "staleness/masked_frac": 1 / 5,
@@ -252,10 +275,49 @@ def test_lags_are_stamped_across_attempts() -> None:
 
 def test_weights_fall_with_the_lag_up_to_the_bound() -> None:
     """lag_decay 1/2, bound 1: lags 2, 1, 0 weigh 0 (stale), 1/2, 1; the denominator counts the two fresh tokens and b's."""
-    decaying = recipe()
-    decaying = decaying.model_copy(update={"schedule": decaying.schedule.model_copy(update={"lag_decay": 0.5})})
+    decaying = recipe(schedule={"lag_decay": 0.5})
     made = assemble([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 3))], NOW, decaying)
     assert by_name(made.batch)["a"].rl == (0.0, 0.5, 1.0) and made.batch.rl_denominators == (3.0,)
+
+
+OLD_CACHE = [
+    group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 2, 3), response("c", 0.0, 3)),
+    group("h", response("d", 0.0, 0, 3), response("e", 1.0, 3)),
+]
+"""Learner at 3, bound 1.  Every token attended to the entries of its response's first one: KV lags a 2, b 1, c 0, d 3, e 0."""
+
+
+def test_tokens_that_attended_to_old_kv_entries_weigh_nothing() -> None:
+    """max_kv_lag 2: a keeps its two fresh tokens, d has none any more.  Denominator: a 2, b 2, c 1, e 1."""
+    made = assemble(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 2}))
+    samples = by_name(made.batch)
+    assert samples["a"].rl == (0.0, 1.0, 1.0) and set(samples) == {"a", "b", "c", "e"}
+    assert made.batch.rl_denominators == (6.0,)
+    assert {record["sample_id"]: record["outcome"] for record in made.records}["d"] == "stale"
+    tighter = assemble(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 1}))
+    assert set(by_name(tighter.batch)) == {"b", "c", "e"} and tighter.batch.rl_denominators == (4.0,)
+    assert samples["a"].advantages == pytest.approx([2 / 3] * 3), "every sibling counts in the statistics"
+
+
+def test_weights_fall_with_the_lag_of_the_kv_entries() -> None:
+    """1/2 per version of lag, 1/4 per version of KV lag: a's fresh tokens of lags 1 and 0 and KV lag 2 weigh 1/32 and 1/16;
+    d's last token 1/64.  The denominator counts them all alike: a 2, b 2, c 1, d 1, e 1."""
+    made = assemble(OLD_CACHE, NOW, recipe(schedule={"lag_decay": 0.5, "kv_lag_decay": 0.25}))
+    samples = by_name(made.batch)
+    assert samples["a"].rl == (0.0, 1 / 32, 1 / 16) and samples["b"].rl == (1 / 8, 1 / 4)
+    assert samples["d"].rl == (0.0, 1 / 64) and made.batch.rl_denominators == (7.0,)
+
+
+def test_metrics_tell_what_old_kv_entries_mask() -> None:
+    """Nine tokens.  Beyond the bound: the first of a and of d.  Beyond max_kv_lag 1 alone: two of a and one of d.
+
+    KV lags: 3 × 2 + 2 × 1 + 0 + 2 × 3 + 0 = 14.  What is left has lags 1 and 0 (b), 0 (c), 0 (e).
+    """
+    metrics = values(staleness_metrics(OLD_CACHE, NOW, Schedule(max_staleness=1, max_kv_lag=1)))
+    assert metrics["staleness/masked_frac"] == pytest.approx(5 / 9)
+    assert metrics["staleness/kv_masked_frac"] == pytest.approx(3 / 9)
+    assert metrics["staleness/kv_mean"] == pytest.approx(14 / 9) and metrics["staleness/kv_max"] == 3
+    assert metrics["staleness/token_max"] == 3 and metrics["staleness/trained_token_max"] == 1
 
 
 @pytest.mark.parametrize(

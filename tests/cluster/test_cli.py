@@ -47,6 +47,13 @@ def test_all_mistakes_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
     assert slipstream("run", file, cwd=tmp_path).returncode == 2 and not (tmp_path / "runs").exists()
 
 
+def test_validate_says_what_it_has_not_looked_at(recipe: Path) -> None:
+    (recipe.parent / "mine.py").write_text("raise SystemExit('imported')")
+    done = slipstream("validate", recipe, "rollout.environment.name=mine:Host", cwd=recipe.parent)
+    assert done.returncode == 0 and "mine:Host: imported, and asked for its options, only when the run starts" in done.stdout
+    assert "imported" not in slipstream("validate", recipe, cwd=recipe.parent).stdout
+
+
 def test_validate_is_quick_and_imports_nothing_heavy(recipe: Path) -> None:
     """Measured in processor time as well as on the clock, since the machine may be busy."""
     code = (

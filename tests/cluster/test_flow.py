@@ -186,6 +186,20 @@ def test_a_group_with_one_stale_token(on_stale: str, outcome: str) -> None:
         assert flow.ledger.counts["stale"] == 2 and flow.free == 1
 
 
+def test_a_group_whose_kv_entries_are_all_too_old_is_stale_in_the_buffer() -> None:
+    """η = 0, learner at 1: the tokens are fresh, but were written on entries of 0.0, which lag by 1."""
+    old, new = WeightVersion(0, 0), WeightVersion(0, 1)
+    arrived = group("a", old, [new], [new])
+    arrived = replace(arrived, trajectories=tuple(replace(t, kv_versions=(old,)) for t in arrived.trajectories))
+    for max_kv_lag, stale in ((None, 0), (1, 0), (0, 2)):
+        flow = Flow(schedule(0, 1).model_copy(update={"max_kv_lag": max_kv_lag}), old)
+        flow.learner = new
+        flow.dispatch("a", SIBLINGS)
+        flow.finish(arrived)
+        flow.expire()
+        assert flow.ledger.counts["stale"] == stale, max_kv_lag
+
+
 def test_wait_holds_the_learner_for_a_straggler() -> None:
     """η = 1, G = 1.  A straggler of v0 = 0 must be trained by version 1, so at L = 1 the learner waits for it."""
     flow = Flow(schedule(1, 1, "wait"), WeightVersion(0, 0))

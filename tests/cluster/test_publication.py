@@ -54,6 +54,40 @@ def test_the_learner_is_asked_for_its_weights_before_a_next_step_can_reach_it(tm
     assert calls == ["export", "train", "send 0.1", "confirmed 0.1", "export", "train", "send 0.2", "confirmed 0.2"]
 
 
+def test_a_publication_is_measured_once(tmp_path: Path) -> None:
+    """Weights after every second step only: pauses of 0.1, 0.2 and 0.3 s, each counted once."""
+    pauses = iter([0.1, 0.2, 0.3])
+
+    class Timed:
+        async def connect(self) -> None:
+            pass
+
+        def export(self) -> None:
+            pass
+
+        async def send(self, version: WeightVersion, exported: None) -> Publication:
+            return Publication(version, 8, 1.0, next(pauses), 0)
+
+    async def confirmed(version: WeightVersion) -> None:
+        pass
+
+    async def story(telemetry: Telemetry) -> None:
+        flow = Flow(Schedule(max_staleness=1, groups_per_step=1, group_size=2), WeightVersion(0, 0))
+        publisher = Publisher(Timed(), flow, telemetry, confirmed)
+        for batch in range(1, 8):
+            telemetry.step(batch, publisher.metrics())
+            if batch % 2 == 0:
+                flow.learner = WeightVersion(0, batch)
+                await publisher.publish(flow.learner)
+
+    with RunDirectory.create(tmp_path, RECIPE) as run:
+        asyncio.run(story(telemetry := Telemetry(run, "trial", [])))
+        lines = run.read("metrics").records
+    assert [line.get("weights/pause_s") for line in lines] == [None, None, 0.1, None, 0.2, None, 0.3]
+    assert dict(telemetry.histogram("weights/pause_s")) == {100_000: 1, 200_000: 1, 300_000: 1}
+    assert telemetry.latest["weights/pause_s"] == 0.3, "the display shows the newest"
+
+
 def test_held_out_rows_of_a_file_may_not_change(tmp_path: Path) -> None:
     """A larger `monitor.eval.size` would test on rows that were trained on; generated tasks are divided by their text."""
     import json

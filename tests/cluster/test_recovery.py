@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from slipstream.core.audit import audit
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
-from slipstream.core.schema import Recipe
+from slipstream.core.schema import Model, Recipe
 from slipstream.rollout.prompts import PromptTooLong
+from slipstream.trainer.model import resolve_model
 
 LEDGER = {"dispatched": 4, "in_flight": 0, "ready": 0, "training": 0, "trained": 4, "stale": 0, "filtered": 0, "failed": 0}
 
@@ -167,6 +169,8 @@ def step_metrics(lag_max: int, hist: dict[int, int], ratio_max: float, pause_s: 
         "staleness/token_max": Max(lag_max),
         "staleness/trained_token_max": Max(min(lag_max, 1)),
         "staleness/token_hist": Histogram(hist),
+        "staleness/masked_frac": Mean(sum(n for lag, n in hist.items() if lag > 1) / sum(hist.values())),
+        "staleness/kv_mean": Mean(float(lag_max)),
         "offpolicy/ratio_max": Max(ratio_max),
         "offpolicy/ess": Mean(0.5),
         "weights/pause_s": Mean(pause_s),
@@ -194,7 +198,10 @@ def summary(telemetry: Telemetry, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> None:
-    """Lags over three steps: 6 tokens of lag 0, 3 of 1, 1 of 2: mean (3 + 2) / 10, one of ten over the bound of 1."""
+    """Lags over three steps: 6 tokens of lag 0, 3 of 1, 1 of 2: mean (3 + 2) / 10, one of ten over the bound of 1.
+
+    Means are over tokens, of which the steps have 4, 4 and 2: KV lags of 1, 2 and 0 make (4 + 8 + 0) / 10.
+    """
     before = Telemetry(run, "trial", [])
     before.evaluated(evaluated(0, 0.25))
     before.step(1, step_metrics(1, {0: 2, 1: 2}, 1.5, 0.010))
@@ -205,7 +212,8 @@ def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> Non
     after.evaluated(evaluated(3, 0.75))
     found = summary(after, resumes=1)
     assert found["eval"] == {"before": 0.25, "after": 0.75, "n": 10, "metric": "accuracy"}
-    assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == 0.1
+    assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == pytest.approx(0.1)
+    assert found["staleness"]["kv_mean"] == pytest.approx(1.2)
     assert found["staleness"]["token_max"] == 2 and found["staleness"]["trained_token_max"] == 1
     assert found["offpolicy"]["ratio_max"] == 3.0 and found["offpolicy"]["ess_mean"] == 0.5
     assert found["weights"]["pause_s_p50"] == 0.02 and found["weights"]["publishes"] == 4
@@ -234,6 +242,30 @@ def test_an_infinite_figure_does_not_cost_the_summary(run: RunDirectory) -> None
     telemetry.step(1, step_metrics(0, {0: 1}, float("inf"), 0.01))
     run.write_summary(summary(telemetry))
     assert json.loads(run.summary_file.read_text())["offpolicy"]["ratio_max"] is None
+
+
+def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: Path) -> None:
+    policy = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(policy, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
+
+    def recipe(reference: Path, **kl: Any) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "name": "trial",
+                "model": {"path": str(policy), "reference": str(reference)},
+                "data": {"source": "builtin:number_sorting"},
+                "algo": {"kl": {"coefficient": 0.1, **kl}},
+            }
+        )
+
+    shape = r"model\.layers\.0\.mlp\.down_proj\.weight is \(128, 512\) in .*, and \(128, 256\) in .*other"
+    with pytest.raises(ValueError, match=rf"algo\.kl\.refresh_every: .*{shape}"):
+        recovery._reference(recipe(other, refresh_every=5), policy)
+    assert recovery._reference(recipe(other), policy) == str(other), "as a reference that stays it will do"
+    assert recovery._reference(recipe(policy, refresh_every=5), policy) == str(policy)
 
 
 def answer(reward: float) -> Trajectory:

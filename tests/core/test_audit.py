@@ -232,6 +232,14 @@ def weight_over_the_bound(run):
     sample_of(run, "g4#0")["weights"] = FRESH
 
 
+@broken("staleness", "g6#0: tokens 0 to 1 weigh 1.0 and attended to KV entries that lag by 2, over the bound of 1")
+def weight_over_the_bound_of_kv_entries(run):
+    """g6 is of 0.1, in a batch assembled at 0.2; its request was admitted at 0.0."""
+    run["events"][0]["kv_bound"] = 1
+    sample_of(run, "g4#0").update(weights=[[0.0, 0, 4]], outcome="stale")
+    sample_of(run, "g6#0")["kv_versions"] = [["0.0", 0, 4]]
+
+
 @broken("staleness", "g5#1: tokens 2 to 2 weigh 0.5 and were not written by the policy")
 def weight_on_an_observation(run):
     sample_of(run, "g5#1")["weights"] = [[1.0, 0, 2], [0.5, 2, 3], [1.0, 3, 4]]
@@ -295,6 +303,11 @@ def stale_sample_called_trained(run):
 @broken("ledger", "g4#1 counts as 'filtered', but no token of it is within the bound")
 def stale_sample_called_filtered(run):
     sample_of(run, "g4#1")["outcome"] = "filtered"
+
+
+@broken("ledger", "g5#0 counts as 'stale', but a token of it is within the bound")
+def fresh_sample_called_stale(run):
+    sample_of(run, "g5#0").update(outcome="stale", weights=[[0.0, 0, 4]])
 
 
 @broken("ledger", "trained: summary.json says 14, the records 13")
@@ -407,6 +420,17 @@ def test_a_fresh_sample_may_be_filtered_within_its_batch(tmp_path):
     run["summary"]["ledger"]["trained"] -= 1
     run["summary"]["ledger"]["filtered"] += 1
     assert audit(written(tmp_path, run)).problems == []
+
+
+def test_a_sample_may_be_stale_for_its_kv_entries_alone(tmp_path):
+    """The last token of g4#0 is fresh, but attended to entries of 0.0 at 0.2.  Masked: three tokens of g4#0, three of g4#1."""
+    run = deepcopy(GOOD)
+    run["events"][0]["kv_bound"] = 1
+    sample_of(run, "g4#0").update(outcome="stale", weights=[[0.0, 0, 4]])
+    run["summary"]["ledger"]["trained"] -= 1
+    run["summary"]["ledger"]["stale"] += 1
+    report = audit(written(tmp_path, run))
+    assert report.problems == [] and report.figures["masked_frac"] == pytest.approx(6 / 42)
 
 
 def test_not_a_run_directory(tmp_path):

@@ -102,6 +102,24 @@ def test_each_kind_of_mistake(tmp_path: Path, text: str, expected: str) -> None:
     assert only(tmp_path, f"{GOOD}{text}\n").startswith(expected)
 
 
+def test_built_ins_are_checked_with_the_rest_and_nothing_of_the_users_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    text = (
+        "seed: -1\nrollout:\n  environment: {name: calculator, options: {open: '('}}\nreward:\n  parts:\n"
+        "    - {function: exct}\n    - {function: regex, options: {pattern: x}}\n    - {function: 'mine:f', options: {a: 1}}\n"
+    )
+    seed, *found = problems(tmp_path, GOOD + text)
+    assert seed.startswith("5: seed: got -1") and len(found) == 3
+    assert "7: rollout.environment.options.open: unknown key; did you mean `opening`?" in found
+    assert any(p.startswith("10: reward.parts[0].function: got 'exct'") and p.endswith("did you mean exact?") for p in found)
+    assert any(p.startswith("11: reward.parts[1].options.pattern: got 'x' with 0 groups") for p in found)
+    found = problems(tmp_path, GOOD + "rollout: {environment: {name: calculater}}\n")
+    assert found[0].startswith("5: rollout.environment.name: got 'calculater'") and found[0].endswith(
+        "did you mean calculator?"
+    )
+    load_recipe([write(tmp_path, GOOD + "rollout: {environment: {name: 'mine:Env', options: {a: 1}}}\n")])
+
+
 def test_missing_sections_and_unusable_files(tmp_path: Path) -> None:
     missing = problems(tmp_path, "name: x\n")
     assert missing == ["data: missing; add `data: …`", "model: missing; add `model: …`"]
@@ -154,7 +172,7 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
     )
     assert recipe.warm_start is not None and (recipe.warm_start.steps, recipe.warm_start.batch_size) == (3, 5)
     assert recipe.data.options == {"a": [1]} and recipe.checkpoint.every is None
-    two = load_recipe([base], ["reward={parts: [{function: exact}, {function: regex}]}", "reward.parts[1].weight=0.5"])
+    two = load_recipe([base], ["reward={parts: [{function: exact}, {function: reasoning_gym}]}", "reward.parts[1].weight=0.5"])
     assert [part.weight for part in two.reward.parts] == [1.0, 0.5]
 
 
@@ -175,7 +193,7 @@ def test_numbers_and_lists_are_read_as_people_write_them(tmp_path: Path) -> None
 def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
     text = GOOD + (
         "warm_start: {steps: 3, optimizer: {lr: 3e-7}}\nrollout: {sampling: {stop: ['1e-6', 'on', '\\${x}', 'a: b']}}\n"
-        "reward: {parts: [{function: exact, options: {after: '=', nested: {a: 1}}}]}\n"
+        "reward: {parts: [{function: 'mine:f', options: {after: '=', nested: {a: 1}}}]}\n"
     )
     recipe = load_recipe([write(tmp_path, text)])
     assert recipe.rollout.sampling.stop == ["1e-6", "on", "${x}", "a: b"]
@@ -184,7 +202,7 @@ def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
     secret = [
         "data.options.hf_token=hush",
         "data.options.max_tokens=5",
-        "reward.parts=[{function: math, options: {a: {api_key: hush}}}]",
+        "reward.parts=[{function: 'mine:f', options: {a: {api_key: hush}}}]",
     ]
     dumped = dump_recipe(load_recipe([write(tmp_path, GOOD)], secret))
     assert "hush" not in dumped and "max_tokens: 5" in dumped
@@ -243,6 +261,15 @@ def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None
             "algo: {epochs: 2, proximal: loglinear, max_inner_kl: 0.1}",
             "algo.max_inner_kl: does not go with algo.proximal: loglinear",
         ),
+        (
+            "schedule: {kv_on_update: recompute, max_kv_lag: 4}",
+            "schedule.max_kv_lag: does not go with kv_on_update: recompute",
+        ),
+        (
+            "schedule: {kv_on_update: recompute, kv_lag_decay: 0.5}",
+            "schedule.kv_lag_decay: does not go with kv_on_update: recompute",
+        ),
+        ("schedule: {max_kv_lag: 1}", "schedule.max_kv_lag: got 1, expected at least max_staleness = 2"),
     ],
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, text: str, expected: str) -> None:
@@ -261,6 +288,30 @@ def test_every_preset_holds_and_its_resolved_recipe_loads_again(tmp_path: Path, 
     teacher = ["distill.teacher=builtin:tiny"] if name == "opd" else []
     recipe = load_recipe([write(tmp_path, GOOD)], [f"algo.name={name}", *teacher])
     assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
+
+
+def test_a_name_over_a_resolved_recipe_is_refused_where_it_would_be_a_label(tmp_path: Path) -> None:
+    """Its own keys win, and a resolved recipe has all of them: grpo's clip and overlong under the name of dapo."""
+    resolved = dump_recipe(load_recipe([write(tmp_path, GOOD)]))
+    found = only(tmp_path, resolved, ("algo.name=dapo",))
+    assert found.startswith("command line: algo.name: got dapo, over a recipe for grpo that sets what it stands for")
+    remedy = "algo.clip_high=0.28 algo.overlong.filter=true algo.overlong.soft=0.2"
+    assert f"({remedy})" in found
+    algo = load_recipe([write(tmp_path, resolved)], [*remedy.split(), "algo.name=dapo"]).algo
+    assert algo == load_recipe([write(tmp_path, GOOD)], ["algo.name=dapo"]).algo
+    mine = load_recipe(
+        [write(tmp_path, resolved)], ["algo={name: dapo, clip_high: 0.3}", "algo.overlong={filter: false, soft: null}"]
+    ).algo
+    assert (mine.name, mine.clip_high, mine.overlong.filter) == ("dapo", 0.3, False), "set beside the name, they are wanted"
+    dapo = dump_recipe(load_recipe([write(tmp_path, GOOD)], ["algo.name=dapo"]))
+    assert "algo.clip_high=0.2 algo.overlong.filter=false algo.overlong.soft=null" in only(tmp_path, dapo, ("algo.name=grpo",))
+    over = write(tmp_path, "algo: {name: gspo}\n", "over.yaml")
+    with pytest.raises(RecipeError, match=r"over\.yaml:1: algo\.name: got gspo"):
+        load_recipe([write(tmp_path, resolved), over])
+    for same in (["algo.name=grpo"], ["algo.name=sft"]):
+        load_recipe([write(tmp_path, resolved)], same)
+    cispo = only(tmp_path, GOOD + "algo: {clip_high: 0.3}\n", ("algo.name=cispo",))
+    assert "(algo.clip_high=4.0)" in cispo, "what the file sets by hand, too, is not silently kept"
 
 
 def test_the_default_is_grpo_as_it_always_was(tmp_path: Path) -> None:
@@ -309,6 +360,30 @@ def test_contradictions_of_an_algorithm_are_all_reported(tmp_path: Path) -> None
         ("{correction: {geometric: {low: 1.1, high: 2}}}", "5: algo.correction.geometric.low: got a band from 1.1 to 2"),
         ("{correction: {reject: [icepops]}}", "5: algo.correction.reject[0]: got 'icepops'"),
         ("{kl: {refresh_every: 5}}", "5: algo.kl.refresh_every: there is no reference without a KL term"),
+        (
+            "{proximal: behaviour}",
+            "5: algo.correction.weight: got token with algo.proximal: behaviour, expected none: the loss divides by π_b",
+        ),
+        (
+            "{proximal: behaviour, correction: {weight: none, reject: [icepop]}}",
+            "5: algo.correction.reject: does not go with algo.proximal: behaviour: it looks at π_prox/π_b, which is 1",
+        ),
+        (
+            "{proximal: behaviour, correction: {weight: none}, epochs: 2, max_inner_kl: 0.1}",
+            "5: algo.max_inner_kl: does not go with algo.proximal: behaviour: the lag would count as drift",
+        ),
+        (
+            "{kl: {coefficient: 0.1, placement: reward, estimator: k3}}",
+            "5: algo.kl.estimator: k3 in the reward is biased; use k1, or placement: loss",
+        ),
+        (
+            "{kl: {placement: [loss, reward], coefficient: 0.1}}",
+            "5: algo.kl.placement: got a list, expected 'loss' or 'reward'",
+        ),
+        (
+            "{name: sft, correction: {weight: sequence}}",
+            "5: algo.correction: does not go with algo.name sft: demonstrations have no log-probs of a sampler",
+        ),
         ("{name: sft, kl: {coefficient: 0.1}}", "5: algo.kl.coefficient: sft has no RL stream"),
         ("{scale_by_std: false}", "5: algo.scale_by_std: unknown key"),
     ],

@@ -303,7 +303,7 @@ def test_turns_continue_the_ids_that_were_sampled_under_the_weights_of_their_mom
             PROMPTS[i],
             sample_id=f"turns-{i}",
             seed=None,
-            limits=Limits(max_tokens=48, max_turns=4, max_length=256),
+            limits=Limits(max_tokens=48, max_turns=4, max_length=256, vocabulary=64),
             observe=observe,
             encode=lambda text, written: (),
             decode=lambda ids: "",

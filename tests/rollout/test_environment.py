@@ -11,7 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.records import Status, Task, WeightVersion
-from slipstream.rollout.environment import Completion, Episode, Limits, Observation
+from slipstream.rollout.environment import Completion, Episode, Limits, NoAnswer, Observation
+from slipstream.rollout.failures import EnvironmentFailed
 from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 
 V3, V4, V5 = (WeightVersion(0, batch) for batch in (3, 4, 5))
@@ -74,7 +75,7 @@ def run(observe: Any, sampler: Recorded, prompt_ids: tuple[int, ...], encoder: P
         prompt_ids,
         sample_id="train/0/0#1",
         seed=11,
-        limits=Limits(**{"max_tokens": 8, "max_turns": 9, "max_length": 100, **limits}),
+        limits=Limits(**{"max_tokens": 8, "max_turns": 9, "max_length": 100, "vocabulary": 64, **limits}),
         observe=observe,
         encode=partial(encoder.observation, task("")),
         decode=encoder.decode,
@@ -113,6 +114,31 @@ def test_room_in_the_context_bounds_every_turn() -> None:
     assert (trajectory.token_ids, trajectory.status) == ((4, 9, 50, 9, 5, 7), "length")
     with pytest.raises(PromptTooLong):
         run(end, Recorded([]), (1, 2, 3), max_length=3)
+
+
+def test_an_environment_that_does_not_answer_is_not_asked_again() -> None:
+    asked = []
+
+    async def hangs(done: Completion) -> Observation:
+        asked.append(done.token_ids)
+        raise NoAnswer("no answer within 1 s")
+
+    sampler = Recorded([completion((4, 9), (V3, V3)), completion((5, 7), (V3, V3))])
+    trajectory = run(hangs, sampler, (1, 7))
+    assert (trajectory.token_ids, trajectory.status) == ((4, 9), "timeout")
+    assert asked == [(4, 9)] and len(sampler.asked) == 1
+
+
+def test_an_observation_has_only_token_ids_that_the_model_knows() -> None:
+    """63 is the last of 64; the engine would refuse 64, and end the run."""
+
+    async def answers(token: int) -> Observation:
+        return (50, token)
+
+    two = [completion((4, 9), (V3, V3)), completion((5, 7), (V3, V3))]
+    assert 63 in run(lambda _: answers(63), Recorded(list(two)), (1, 7), max_turns=2).token_ids
+    with pytest.raises(EnvironmentFailed, match=r"environment/wrong_result: got the token id 64, expected ids below .* 64"):
+        run(lambda _: answers(64), Recorded(list(two)), (1, 7), max_turns=2)
 
 
 def test_the_status_says_which_limit_ended_the_episode() -> None:

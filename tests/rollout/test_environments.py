@@ -10,12 +10,12 @@ import pytest
 from slipstream.core.records import Status, Task, WeightVersion
 from slipstream.core.schema import Environment as Settings
 from slipstream.rollout import environments as module
-from slipstream.rollout.environment import Completion
+from slipstream.rollout.environment import Completion, NoAnswer
 from slipstream.rollout.environments import Environments, score
 from slipstream.rollout.failures import EnvironmentFailed
 
 MINE = """
-import asyncio, threading, time
+import asyncio, sys, threading, time
 from slipstream.rollout.environment import Environment, ToolError
 
 release = threading.Event()
@@ -45,7 +45,18 @@ class Blocking(Mine):
             release.wait(60)
         if completion.text == "tool":
             raise ToolError("no such tool")
+        if completion.text == "exit":
+            sys.exit(3)
         return threading.current_thread() is not threading.main_thread() and "elsewhere"
+
+class Unscored(Mine):
+    @property
+    def score(self):
+        raise LookupError("nobody kept it")
+
+    @score.setter
+    def score(self, value):
+        pass
 
 class Other:
     pass
@@ -91,14 +102,17 @@ def test_what_a_tool_gets_wrong_is_what_the_policy_reads(folder: Path, name: str
     assert observe(mine(folder, name), "tool") == "error: no such tool"
 
 
-def test_a_tool_that_hangs_is_an_error_and_holds_up_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_hangs_ends_the_episode_and_holds_up_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that blocks its thread, which nobody can end: but of those there may be no more than ``MOST_HUNG``."""
-    assert observe(mine(folder, timeout_s=0.05), "sleep") == "error: no answer within 0.05 s"
+    with pytest.raises(NoAnswer, match=r"no answer within 0\.05 s"):
+        observe(mine(folder, timeout_s=0.05), "sleep")
     monkeypatch.setattr(module, "MOST_HUNG", 2)
     blocking = mine(folder, "Blocking", timeout_s=0.05)
-    assert observe(blocking, "hang") == "error: no answer within 0.05 s"
+    with pytest.raises(NoAnswer):
+        observe(blocking, "hang")
     assert observe(blocking, "hello") == "elsewhere"
-    assert observe(blocking, "hang") == "error: no answer within 0.05 s"
+    with pytest.raises(NoAnswer):
+        observe(blocking, "hang")
     with pytest.raises(EnvironmentFailed, match="environment/hung: 2 calls have not come back"):
         observe(blocking, "hello")
     __import__("my_environments_of_the_test").release.set()
@@ -132,6 +146,16 @@ def test_an_environment_that_cannot_be_made_or_scored_fails_the_group(folder: Pa
     for answer in ("nan", "text"):
         with pytest.raises(EnvironmentFailed, match="environment/wrong_score"):
             score(environments.open(task(answer)))
+
+
+def test_an_environment_that_would_end_the_process_fails_the_group(folder: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="environment/raised: SystemExit: 3"):
+        observe(mine(folder, "Blocking"), "exit")
+
+
+def test_a_score_that_cannot_be_read_fails_the_group(folder: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="environment/raised: LookupError: nobody kept it"):
+        score(mine(folder, "Unscored").open(task()))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,25 @@ from slipstream.trainer.model import tiny_tokenizer
 
 V3, V4, V5 = (WeightVersion(0, batch) for batch in (3, 4, 5))
 FOUR, TWO = 8, 6  # ids of "4" and "2" in the tiny tokenizer
+
+
+class EngineFailed(RuntimeError):
+    """As ``rollout.engine``'s, whose module needs vLLM."""
+
+
 LAZY = """
-import asyncio
+import asyncio, threading
 from slipstream.rollout.environment import Environment
+
+release = threading.Event()
+
+class Hanging(Environment):
+    score = 0.25
+
+    def observe(self, completion):  # comes back when the episode would be in a later turn, and then cheats
+        release.wait(10)
+        self.score = 1.0
+        return "<"
 
 class Lazy(Environment):
     async def observe(self, completion):
@@ -50,14 +66,14 @@ class Recorded:
         return Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=versions, kv_versions=versions, finish="eos")
 
 
-def sampler(engine: Recorded, name: str, search_path: Path | None = None) -> GroupSampler:
+def sampler(engine: Recorded, name: str, search_path: Path | None = None, timeout_s: float = 30.0) -> GroupSampler:
     return GroupSampler(
         engine,  # type: ignore[arg-type]
         PromptEncoder(tiny_tokenizer()),
-        Environments(schema.Environment(name=name), search_path),
+        Environments(schema.Environment(name=name, timeout_s=timeout_s), search_path),
         Rewards(schema.Reward(parts=[schema.RewardPart(function="environment")])),
         seed=0,
-        limits=Limits(max_tokens=4, max_turns=3, max_length=64),
+        limits=Limits(max_tokens=4, max_turns=3, max_length=64, vocabulary=64),
     )
 
 
@@ -100,10 +116,14 @@ def test_a_group_is_called_off_by_its_oldest_turn(tmp_path: Path, where: str) ->
         engine.version = V4
         for _ in range(20):
             await asyncio.sleep(0)
-        groups.abort_before(V3)
+        groups.abort_before(V3, ["t", "another"])
         await asyncio.sleep(0)
         assert not running.done()
-        groups.abort_before(V4)
+        groups.abort_before(V4, ["another"])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not running.done()
+        groups.abort_before(V4, ["t", "another"])
         with pytest.raises(GroupAborted):
             await asyncio.wait_for(running, 5)
         assert not engine.admitted
@@ -111,23 +131,30 @@ def test_a_group_is_called_off_by_its_oldest_turn(tmp_path: Path, where: str) ->
     asyncio.run(story())
 
 
-def test_an_evaluation_is_not_called_off() -> None:
-    """Its requests are outside the bound: what they are asked for is the version of their own beginning."""
-    engine = Recorded(lambda request: ())
-    groups = sampler(engine, "guess_number")
-    task = Task(id="eval/1@4", epoch=0, position=0, prompt="1-7?", answer="2")
+def test_a_thread_that_hangs_cannot_alter_a_later_turn(tmp_path: Path) -> None:
+    """It would answer while the next turn is written, or give itself a score: the episode ends with the score that it had."""
+    (tmp_path / "lazy_environment_of_the_test.py").write_text(LAZY)
+    engine = Recorded(lambda request: (FOUR, 2))
+    groups = sampler(engine, "lazy_environment_of_the_test:Hanging", tmp_path, timeout_s=0.05)
+    (trajectory,) = asyncio.run(sample(groups, "2", size=1)).trajectories
+    __import__("lazy_environment_of_the_test").release.set()
+    assert (trajectory.token_ids, trajectory.status, trajectory.reward) == ((FOUR, 2), "timeout", 0.25)
 
-    async def story() -> None:
-        running = asyncio.ensure_future(groups.sample(task, (1, 5), V3, 1, abortable=False))
-        while not engine.admitted:
-            await asyncio.sleep(0)
-        groups.abort_before(V4)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not running.done()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert not engine.admitted
 
-    asyncio.run(story())
+@pytest.mark.parametrize("first", ["the environment", "the engine"])
+def test_a_dead_engine_is_told_whatever_an_environment_does_at_the_same_time(tmp_path: Path, first: str) -> None:
+    """Sibling 0 dies with the engine, sibling 1's environment fails: whichever comes first, the run has to end."""
+    (tmp_path / "lazy_environment_of_the_test.py").write_text(LAZY)
+
+    class Dying(Recorded):
+        async def sample(self, prompt_ids: tuple[int, ...], *, request_id: str, **_: Any) -> Completion:
+            if request_id == "t#1":
+                return await super().sample(prompt_ids, request_id=request_id)
+            try:
+                await asyncio.sleep(60 if first == "the environment" else 0)
+            finally:  # the others are cancelled, and the engine cannot abort what it no longer runs
+                raise EngineFailed("the engine core has died")
+
+    groups = sampler(Dying(lambda request: (TWO, 2)), "lazy_environment_of_the_test:Lazy", tmp_path)
+    with pytest.raises(EngineFailed):
+        asyncio.run(sample(groups, "raise"))

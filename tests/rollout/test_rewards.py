@@ -139,6 +139,14 @@ def test_a_broken_grader_fails_the_group_with_a_reason(tmp_path: Path, function:
     assert (again.reason, str(again)) == (caught.value.reason, str(caught.value))
 
 
+def test_a_weighted_sum_that_overflows_fails_the_group(tmp_path: Path) -> None:
+    """Each part is finite, 1e308 · 10 is not; the batch's advantages would all be NaN."""
+    (tmp_path / "mine.py").write_text("def huge(completions, **_): return [1e308 for _ in completions]")
+    reward = Reward(parts=[RewardPart(function="mine:huge", weight=10.0)], workers=1)
+    with pytest.raises(GradingError, match=r"total/not_finite: the weighted sum of \{'mine:huge': 1e\+308\} is inf"):
+        grade(reward, task(), [sibling("12")], tmp_path)
+
+
 def test_a_worker_that_died_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
 
