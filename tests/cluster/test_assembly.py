@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from slipstream.cluster.assembly import (
+    Penalty,
     assemble,
     assemble_demonstrations,
     gaps,
-    kl_penalties,
     loss_mask,
     overlong_reward,
     sample_record,
@@ -129,9 +129,10 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     With coefficient 0.2: rewards 1 − 0.1 = 0.9 and 0 − 0.3 = −0.3, mean 0.3, advantages ±0.6.
     """
     groups = [group("g", response("a", 1.0, 3, 3, 3, observed=(2,)), response("b", 0.0, 3))]
-    assert kl_penalties(groups, [[-1.0, -1.0, -9.0], [-2.0]]) == {"a": 0.5, "b": 1.5}
+    found = gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]])
+    assert found == {"a": (0.5, 0.0, 0.0), "b": (1.5,)}
     kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
-    made = assemble(groups, NOW, recipe(kl=kl), {"a": 0.5, "b": 1.5})
+    made = assemble(groups, NOW, recipe(kl=kl), Penalty(0.2, found))
     samples = by_name(made.batch)
     assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
     record = made.records[0]

@@ -29,7 +29,7 @@ def test_logits_over_another_number_of_tokens_are_refused(tiny: Path, tmp_path: 
     config = json.loads((padded / "config.json").read_text())
     (padded / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
     with pytest.raises(
-        ValueError, match=r"distill\.teacher: .*padded has logits over 128 tokens, expected 64 as in the student"
+        ValueError, match=r"distill\.teacher: .*padded has a vocabulary of 128 tokens, expected 64 as in the student"
     ):
         require_same_vocabulary(padded, tiny)
 
