@@ -1,8 +1,8 @@
 """What the controller keeps in a checkpoint, and how an attempt begins: from nothing, or from the last checkpoint.
 
-``controller.json``: version, data position, ledger, coefficient of the KL in the reward, the ready groups in full, and the tasks
-in flight (which are leased again under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are published by one
-rename.
+``controller.json``: version, data position, ledger, coefficient of the KL in the reward, the ready groups in full, and the
+tasks in flight (which are leased again under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are
+published by one rename.
 """
 
 from __future__ import annotations

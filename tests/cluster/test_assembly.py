@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.algos.advantages import has_signal
 from slipstream.cluster.assembly import (
     Penalty,
     assemble,
@@ -137,6 +138,40 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
     record = made.records[0]
     assert record["reward"] == pytest.approx(0.9) and record["rewards"] == {"exact": 1.0, "kl": 0.5}
+
+
+PPO = {"advantage": "gae", "critic": {}}
+
+
+def test_a_critic_gets_the_score_on_the_last_own_token_and_the_penalty_on_each() -> None:
+    """Gaps of a: −0.5 + 1 = 0.5, −1 + 1 = 0, observed 0; of b: −0.5 + 2 = 1.5.  With coefficient 0.2, a earns −0.1, then 0 + 1.
+
+    The stale token (learner at 3, bound 1) weighs nothing and is a step all the same; records show the penalised rewards.
+    """
+    groups = [group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.5, 3))]
+    penalty = Penalty(0.2, gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]]))
+    kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
+    made = assemble(groups, NOW, recipe(**PPO, kl=kl), penalty)
+    samples = by_name(made.batch)
+    a, b = samples["a"].steps, samples["b"].steps
+    assert a is not None and b is not None
+    assert a.rewards == pytest.approx((-0.1, 1.0, 0.0)) and a.actions == (True, True, False)
+    assert b.rewards == pytest.approx((0.5 - 0.3,)) and samples["a"].rl == (0.0, 1.0, 0.0)
+    assert made.records[0]["reward"] == pytest.approx(0.9) and made.records[0]["rewards"] == {"exact": 1.0, "kl": 0.5}
+    assert made.records[0]["advantage"] is None, "the learner makes one for each token"
+    assert values(made.metrics)["reward/kl"] == pytest.approx(1.0)
+
+
+def test_a_critic_sees_the_overlong_punishment_and_no_other_algorithm_has_steps() -> None:
+    """Soft 1/2 of 4 tokens: four written cost 1."""
+    groups = [group("g", response("a", 1.0, 3, 3, 3, 3), response("b", 0.5, 3))]
+    (steps, _) = (s.steps for s in assemble(groups, NOW, recipe(**PPO, overlong={"soft": 0.5})).batch.minibatches[0])
+    assert steps is not None and steps.rewards == (0.0, 0.0, 0.0, 0.0)
+    assert {s.steps for s in assemble(groups, NOW, recipe()).batch.minibatches[0]} == {None}
+
+
+def test_equal_rewards_keep_their_group_for_a_critic() -> None:
+    assert has_signal([1.0, 1.0], "gae") and not has_signal([1.0, 1.0], "grpo")
 
 
 TEACHER = {"teacher": "builtin:tiny", "coefficient": 0.5}
