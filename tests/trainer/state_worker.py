@@ -4,7 +4,8 @@
 
 Modes (one, or two with a comma): ``save``, four batches straight, and in a new learner two batches and ``save``;
 ``resume``, ``load`` and the other two batches.
-A case is [name, ZeRO stage, dtype], with a critic where the name begins with "ppo"; FOLDER/<name>/ gets ``straight.safetensors``, ``saved/`` and ``resumed.safetensors``.
+A case is [name, ZeRO stage, dtype], with a critic where the name begins with "ppo"; FOLDER/<name>/ gets
+``straight.safetensors``, ``saved/`` and ``resumed.safetensors``.
 """
 
 from __future__ import annotations
