@@ -298,10 +298,14 @@ class Learner:
 
 
 def deepspeed_config(recipe: schema.Recipe) -> dict[str, Any]:
-    """Steps are accumulated by hand (``set_gradient_accumulation_boundary``), so the configured micro-batch is 1 × 1."""
+    """Steps are accumulated by hand (``set_gradient_accumulation_boundary``), so the configured micro-batch is 1 × 1.
+
+    Gradients are clipped by ``ShardedAdamW``; DeepSpeed's own default would clip them at 1.0 once more at ZeRO-0.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": recipe.trainer.zero_stage, "reduce_bucket_size": 50_000_000},
         "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
