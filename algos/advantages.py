@@ -53,6 +53,11 @@ def none(rewards: Rewards) -> list[list[float]]:
     return [[0.0] * len(rewards_G) for rewards_G in rewards]
 
 
+def gae(rewards: Rewards) -> list[list[float]]:
+    """Zeros: the learner makes them token by token, from its critic's values (``algos.gae``)."""
+    return none(rewards)
+
+
 ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -60,6 +65,7 @@ ADVANTAGES: dict[str, Callable[[Rewards], list[list[float]]]] = {
     "reinforce": reinforce,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": gae,
     "none": none,
 }
 

@@ -29,11 +29,11 @@ def gae(
     With γ = λ = 1 the returns are the rewards still to come.  Rewards ``[0, 1]``, values ``[.5, .2]``, γ = 1, λ = .5: δ is
     ``[−.3, .8]``, advantages are ``[.1, .8]``, returns ``[.6, 1]``.
     """
-    rewards, values = rewards_L.detach().tolist(), values_L.detach().tolist()
+    rewards, values, actions = rewards_L.detach().tolist(), values_L.detach().tolist(), action_L.tolist()
     advantages = [0.0] * len(rewards)
     following, ahead, owed = 0.0, 0.0, 0.0
     for t in reversed(range(len(rewards))):
-        if not action_L[t]:
+        if not actions[t]:
             owed += rewards[t]
             continue
         delta = rewards[t] + owed + discount * following - values[t]

@@ -201,6 +201,9 @@ class LearnerActor:
     def train(self, batch: TrainBatch) -> Metrics:
         return self._learner.train(batch)
 
+    def set_critic(self, path: str | None) -> None:
+        self._learner.set_critic(Path(path) if path else None)
+
     def set_teacher(self, path: str) -> None:
         self._learner.set_teacher(Path(path))
 

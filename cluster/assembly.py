@@ -16,7 +16,7 @@ from slipstream.cluster.ledger import State
 from slipstream.cluster.staleness import decay, lags, loss_mask, outcome, staleness_metrics
 from slipstream.core.algorithms import OF_BATCH, OF_GROUPS
 from slipstream.core.metrics import Max, Mean, Metrics
-from slipstream.core.records import Group, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
+from slipstream.core.records import Group, Steps, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
 from slipstream.core.schema import Recipe
 
 
@@ -29,25 +29,34 @@ class Assembled:
     records: list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """KL to the reference, to be taken off the rewards: ``coefficient`` · the ``gaps`` of each response token, by sample."""
+
+    coefficient: float
+    gaps: Mapping[str, Sequence[float]]
+
+
 def assemble(
     groups: Sequence[Group],
     version: WeightVersion,
     recipe: Recipe,
-    kl_of_sample: Mapping[str, float] | None = None,
+    penalty: Penalty | None = None,
     gap_of_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> Assembled:
     """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
 
-    ``kl_of_sample`` is the KL penalty of each sample where it belongs into the reward (``algo.kl.placement: reward``).
+    ``penalty`` is the KL penalty where it belongs into the reward (``algo.kl.placement: reward``): the sum over a response, or,
+    with ``advantage: gae``, that of each token at the token.
     ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
     (``distill.form: policy_gradient``).
     """
     algo, max_tokens = recipe.algo, recipe.response_tokens
-    if kl_of_sample is not None:
-        kl = kl_of_sample
-        groups = [_adjusted(group, "kl", -algo.kl.coefficient, lambda t: kl[t.sample_id]) for group in groups]
     if (soft := algo.overlong.soft) is not None:
         groups = [_adjusted(group, "overlong", 1.0, lambda t: overlong_reward(t, max_tokens, soft)) for group in groups]
+    steps = {t.sample_id: steps_of(t, penalty) for g in groups for t in g.trajectories} if algo.advantage == "gae" else {}
+    if penalty is not None:
+        groups = [_adjusted(group, "kl", -penalty.coefficient, lambda t: sum(penalty.gaps[t.sample_id])) for group in groups]
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
     minibatches: list[tuple[TrainSample, ...]] = []
@@ -62,14 +71,14 @@ def assemble(
         stamped = list(zip(pairs, weights, ends, strict=True))
         minibatches.append(
             tuple(
-                _stamped_sample(t, w, _token_advantages(t, a, recipe, gap_of_sample), version, recipe)
+                _stamped_sample(t, w, _token_advantages(t, a, recipe, gap_of_sample), version, recipe, steps.get(t.sample_id))
                 for (_, t, a), w, end in stamped
                 if end == "trained"
             )
         )
         denominators.append(denominator)
         rl_denominators.append(denominator if recipe.trains_rl and _moves(minibatches[-1], recipe) else 0.0)
-        records += [sample_record(g, t, a, w, version, end) for (g, t, a), w, end in stamped]
+        records += [sample_record(g, t, None if steps else a, w, version, end) for (g, t, a), w, end in stamped]
     zeros = (0.0,) * len(minibatches)
     batch = TrainBatch(
         version=version,
@@ -105,6 +114,17 @@ def overlong_reward(trajectory: Trajectory, max_tokens: int, soft: float) -> flo
     """
     room = soft * max_tokens
     return -min(max((sum(trajectory.loss_mask) - (max_tokens - room)) / room, 0.0), 1.0)
+
+
+def steps_of(trajectory: Trajectory, penalty: Penalty | None) -> Steps:
+    """What a critic learns from: the score on the last token that the policy wrote, less the penalty of each token."""
+    mine = trajectory.loss_mask
+    rewards = [0.0] * len(mine)
+    if penalty is not None:
+        rewards = [-penalty.coefficient * gap for gap in penalty.gaps[trajectory.sample_id]]
+    if any(mine):
+        rewards[max(t for t, written in enumerate(mine) if written)] += trajectory.reward
+    return Steps(rewards=tuple(rewards), actions=mine)
 
 
 def _weights(
@@ -181,7 +201,12 @@ def _bare_sample(trajectory: Trajectory) -> TrainSample:
 
 
 def _stamped_sample(
-    trajectory: Trajectory, weights: Sequence[float], advantages: tuple[float, ...], version: WeightVersion, recipe: Recipe
+    trajectory: Trajectory,
+    weights: Sequence[float],
+    advantages: tuple[float, ...],
+    version: WeightVersion,
+    recipe: Recipe,
+    steps: Steps | None,
 ) -> TrainSample:
     """A response with its weights in the streams that the recipe trains on rollouts."""
     bare, given = _bare_sample(trajectory), tuple(weights)
@@ -191,6 +216,7 @@ def _stamped_sample(
         distill=given if recipe.teaches == "full" else bare.distill,
         advantages=advantages,
         lag=lags(trajectory.policy_versions, version),
+        steps=steps,
     )
 
 
@@ -226,15 +252,16 @@ def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> 
     }
 
 
-def kl_penalties(groups: Sequence[Group], reference_logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """k1 of each sample: the sum of its ``gaps``."""
-    return {sample_id: sum(of_tokens) for sample_id, of_tokens in gaps(groups, reference_logprobs).items()}
-
-
 def sample_record(
-    group: Group, trajectory: Trajectory, advantage: float, weights: Sequence[float], version: WeightVersion, outcome: State
+    group: Group,
+    trajectory: Trajectory,
+    advantage: float | None,
+    weights: Sequence[float],
+    version: WeightVersion,
+    outcome: State,
 ) -> dict[str, Any]:
-    """One line of ``samples.jsonl``; per-token values that repeat are run-length spans [value, start, end]."""
+    """One line of ``samples.jsonl``; per-token values that repeat are run-length spans [value, start, end].  ``advantage`` is
+    None where a critic makes those of the tokens, in the learner."""
     prompt = group.task.prompt
     return {
         "batch": version.batch + 1,

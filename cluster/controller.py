@@ -25,9 +25,10 @@ import time
 from typing import Any
 
 from slipstream.algos.advantages import has_signal
+from slipstream.algos.kl import adapted_coefficient
 from slipstream.cluster import recovery
 from slipstream.cluster.actors import RunPlace
-from slipstream.cluster.assembly import assemble, gaps, kl_penalties, samples_of
+from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
 from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import describe
 from slipstream.cluster.fleet import Fleet
@@ -72,6 +73,7 @@ class Controller:
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
         self.places: dict[str, tuple[int, int]] = {}
+        self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
         self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()
         self._idle_groups = 0
@@ -143,7 +145,7 @@ class Controller:
         self.pulse.beat()
 
     async def _prepare_learner(self) -> None:
-        """Weights, optimizer, reference and teacher as they are to be before the first batch."""
+        """Weights, optimizer, reference, teacher and critic as they are to be before the first batch."""
         recipe, saved = self.recipe, self.parts.saved
         if self.parts.teacher_path is not None:
             await self.learners.set_teacher(self.parts.teacher_path)
@@ -153,11 +155,13 @@ class Controller:
                 self.pulse.beat()
                 if step % 50 == 0 or step == recipe.warm_start.steps:
                     self.telemetry.event("warm_start", step=step, loss=loss)
-        await self.learners.begin_phase(recipe.trainer.optimizer, recipe.schedule.steps * recipe.algo.inner_steps)
+        await self.learners.begin_phase(recipe.trainer.optimizer, recipe.policy_steps)
         if saved is not None:
-            await self.learners.load(str(saved / recovery.LEARNER), recipe.schedule.steps * recipe.algo.inner_steps)
+            await self.learners.load(str(saved / recovery.LEARNER), recipe.policy_steps)
         elif recipe.algo.kl.coefficient:
             await self.learners.set_reference(self.parts.reference_path)
+        if saved is None and recipe.algo.critic is not None:
+            await self.learners.set_critic(self.parts.critic_path)
         if saved is None and recipe.warm_start is not None:
             await recovery.save(self)
         self.pulse.beat()
@@ -268,8 +272,8 @@ class Controller:
                 break
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
-            kl, gap = await self._kl_penalties(groups), await self._teacher_gaps(groups)
-            assembled = assemble(groups, self.flow.learner, self.recipe, kl, gap)
+            penalty, gap = await self._kl_penalty(groups), await self._teacher_gaps(groups)
+            assembled = assemble(groups, self.flow.learner, self.recipe, penalty, gap)
             training = time.perf_counter()
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()
@@ -280,7 +284,8 @@ class Controller:
                 await asyncio.to_thread(self.telemetry.samples, assembled.records)
             self.telemetry.event("commit", batch=version.batch, version=str(version), groups=[g.task.id for g in groups])
             times: Metrics = {"time/step": Mean(now - started), "time/wait": Mean(waited), "time/train": Mean(now - training)}
-            await self._committed(version, waited, {**assembled.metrics, **metrics, **queued, **times})
+            penalised = self._penalised(penalty)
+            await self._committed(version, waited, {**assembled.metrics, **metrics, **penalised, **queued, **times})
 
     def _next_batch(self) -> tuple[Group, ...] | None:
         """The next batch; an empty one when no more groups will come; None while there is reason to wait."""
@@ -291,10 +296,23 @@ class Controller:
             return ()
         return self.flow.take()
 
-    async def _kl_penalties(self, groups: tuple[Group, ...]) -> dict[str, float] | None:
+    async def _kl_penalty(self, groups: tuple[Group, ...]) -> Penalty | None:
         if not self.recipe.algo.kl_in_reward:
             return None
-        return kl_penalties(groups, await self.learners.logprobs(samples_of(groups), "reference"))
+        reference = await self.learners.logprobs(samples_of(groups), "reference")
+        return Penalty(self.kl_coefficient, gaps(groups, reference))
+
+    def _penalised(self, penalty: Penalty | None) -> Metrics:
+        """What the rewards of a batch were charged, and the coefficient that follows from it."""
+        if penalty is None:
+            return {}
+        kl, samples = self.recipe.algo.kl, len(penalty.gaps)
+        if kl.target is not None:
+            observed = sum(map(sum, penalty.gaps.values())) / samples
+            self.kl_coefficient = adapted_coefficient(
+                penalty.coefficient, observed, target=kl.target, horizon=kl.horizon, samples=samples
+            )
+        return {"kl/coefficient": Last(penalty.coefficient)}
 
     async def _teacher_gaps(self, groups: tuple[Group, ...]) -> dict[str, tuple[float, ...]] | None:
         if self.recipe.teaches != "policy_gradient":

@@ -48,6 +48,9 @@ class LearnerGroup:
         """One batch on every rank; rank 0's metrics are those of all ranks."""
         return (await self._all("train", ray.put(batch)))[0]
 
+    async def set_critic(self, path: str | None) -> None:
+        await self._all("set_critic", path)
+
     async def set_teacher(self, path: str) -> None:
         await self._all("set_teacher", path)
 

@@ -1,7 +1,8 @@
 """What the controller keeps in a checkpoint, and how an attempt begins: from nothing, or from the last checkpoint.
 
-``controller.json``: version, data position, ledger, the ready groups in full, and the tasks in flight (which are leased again
-under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are published by one rename.
+``controller.json``: version, data position, ledger, coefficient of the KL in the reward, the ready groups in full, and the
+tasks in flight (which are leased again under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are
+published by one rename.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Parts:
     model_path: str
     reference_path: str | None
     teacher_path: str | None
+    critic_path: str | None
     version: WeightVersion
     ledger: Ledger
     cursor: Cursor
@@ -58,6 +60,8 @@ class Parts:
     ready: tuple[Group, ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
     """(epoch, position) of tasks whose attempt was interrupted."""
+    kl_coefficient: float | None = None
+    """As it had adapted; None in a first attempt, which starts from the recipe's."""
     history: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[EvalResult] = ()
 
@@ -72,6 +76,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
         model_path=str(path),
         reference_path=_reference(recipe, path),
         teacher_path=_teacher(recipe, path),
+        critic_path=_critic(recipe, path),
         version=WeightVersion(0, 0),
         ledger=Ledger(),
         cursor=Cursor(source, encoder, recipe.data.epochs),
@@ -98,6 +103,7 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
         saved=saved,
         ready=tuple(decode_group(group, parts.cursor.task) for group in state["ready"]),
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
+        kl_coefficient=state["kl_coefficient"],
         history=run.read("metrics").records,
         evaluations=[EvalResult.of(e) for e in events if e["kind"] == "eval" and e["step"] <= version.batch],
     )
@@ -129,6 +135,16 @@ def _teacher(recipe: Recipe, student: Path) -> str | None:
     other = recipe.model.model_copy(update={"path": recipe.distill.teacher})
     path = resolve_model(other, recipe.seed, CACHE, "distill.teacher")
     require_same_vocabulary(path, student)
+    return str(path)
+
+
+def _critic(recipe: Recipe, policy: Path) -> str | None:
+    """The folder of ``algo.critic.path``, which a resumed run takes from its checkpoint instead."""
+    if recipe.algo.critic is None or recipe.algo.critic.path is None:
+        return None
+    other = recipe.model.model_copy(update={"path": recipe.algo.critic.path})
+    path = resolve_model(other, recipe.seed, CACHE, "algo.critic.path")
+    require_same_vocabulary(path, policy, key="algo.critic.path", ours="policy")
     return str(path)
 
 
@@ -213,6 +229,7 @@ async def save(controller: Controller) -> None:
         "version": str(flow.learner),
         "fixed": _fixed(controller.recipe),
         "ledger": flow.ledger.as_dict(),
+        "kl_coefficient": controller.kl_coefficient,
         "cursor": [cursor.epoch, cursor.position, cursor.skipped],
         "ready": [encode_group(group) for group, _ in flow.ready.values()],
         "in_flight": [*(controller.places[group_id] for group_id in flow.in_flight), *controller.interrupted],

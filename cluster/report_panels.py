@@ -99,6 +99,19 @@ def panels(bound: int | None) -> list[Panel]:
             from_zero=False,
         ),
         Panel(
+            "Critic",
+            "Share of the variance of the returns that its values explain, at the start of the batch.",
+            (("critic/explained_variance", "explained variance"),),
+            from_zero=False,
+        ),
+        Panel(
+            "Critic's loss",
+            "And the mean of its values.",
+            (("critic/loss", "loss"), ("critic/value_mean", "value, mean")),
+            from_zero=False,
+        ),
+        Panel("KL coefficient", "Of the penalty in the reward.", (("kl/coefficient", "coefficient"),)),
+        Panel(
             "Response length",
             "In tokens.",
             (("response/length_mean", "mean"), ("response/length_max", "longest")),

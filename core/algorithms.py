@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.core.section import Positive, Problems, Rate, Section
+from slipstream.core.optimizer import Optimizer
+from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -26,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"loss": "cispo", "clip_low": None, "clip_high": 4.0},
     "dppo": {"loss": "dppo_tv"},
+    "ppo": {"advantage": "gae", "critic": {}, "kl": {"placement": "reward", "estimator": "k1"}},
     "opd": {"advantage": "none"},
     "sft": {},
 }
@@ -60,6 +62,11 @@ class KL(Section):
     refresh_every: Positive | None = Field(
         None, description="steps after which the policy becomes the new reference; default: the reference stays"
     )
+    target: Rate | None = Field(
+        None,
+        description="in the reward: adapt the coefficient to hold the KL at so many nats per response; default: fixed",
+    )
+    horizon: Positive = Field(10_000, description="responses over which an adaptive coefficient may change by a fifth")
 
     @model_validator(mode="after")
     def _gradient_is_right(self) -> KL:
@@ -70,6 +77,29 @@ class KL(Section):
         if self.refresh_every and not self.coefficient:
             raise ValueError("refresh_every: there is no reference without a KL term; give a coefficient or remove the key")
         return self
+
+
+class GAE(Section):
+    """Generalised advantage estimation, for ``advantage: gae``; over the tokens that the policy wrote, see algos/gae.py."""
+
+    gamma: Fraction = Field(1.0, description="discount per token")
+    lam: Fraction = Field(0.95, description="λ: 1 is the rewards to come less the value, 0 the error of one step")
+    whiten: bool = Field(True, description="advantages to mean 0 and deviation 1, over the trained tokens of the batch")
+
+
+class Critic(Section):
+    """The value model of ``advantage: gae``, with an optimizer of its own and the trainer's ZeRO stage and packing."""
+
+    path: str | None = Field(
+        None,
+        description="as model.path, of the policy's tokenizer; default: the policy as it is before its first RL step. A model "
+        "without value head gets one of zeros",
+    )
+    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5), description="its lr is 1e-5 by default")
+    clip: Rate | None = Field(
+        0.2, description="how far a value may move within a batch until its loss has no gradient; null: no limit"
+    )
+    warmup_batches: NonNegative = Field(0, description="first batches, which train the critic and leave the policy as it is")
 
 
 class Band(Section):
@@ -127,12 +157,17 @@ class Algo(Section):
         "gspo",
         "cispo",
         "dppo",
+        "ppo",
         "opd",
         "sft",
     ] = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "none"] = Field(
-        "grpo", description="what is subtracted from a reward, and what it is divided by; none: rewards train nothing"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gae", "none"] = Field(
+        "grpo",
+        description="what is subtracted from a reward, and what it is divided by; gae: per token, from a critic's values; "
+        "none: rewards train nothing",
     )
+    gae: GAE = Field(default_factory=GAE)
+    critic: Critic | None = Field(None, description="for advantage gae, and only there; `{}` is a critic with these defaults")
     loss: Literal["clipped_surrogate", "gspo", "cispo", "dppo_tv"] = "clipped_surrogate"
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         0.2, description="below 1, of the ratio (dppo_tv: of the probability); null: no lower clip, for cispo only"
@@ -196,6 +231,35 @@ class Algo(Section):
             found.append(("algo.correction", f"does not go with algo.name sft: {why}; remove it"))
         if self.name == "sft" and self.kl.coefficient:
             found.append(("algo.kl.coefficient", "sft has no RL stream for a KL term; remove it"))
+        return found + self._kl_problems() + self._critic_problems()
+
+    def _kl_problems(self) -> Problems:
+        """Rules of an adaptive coefficient."""
+        found: Problems = []
+        if self.kl.target is not None and not self.kl.coefficient:
+            found.append(("algo.kl.coefficient", "got 0 with algo.kl.target, expected a number to start from"))
+        if self.kl.target is not None and self.kl.placement == "loss":
+            why = "the coefficient adapts to what the rewards are charged; use placement: reward, or remove target"
+            found.append(("algo.kl.target", f"does not go with algo.kl.placement: loss: {why}"))
+        return found
+
+    def _critic_problems(self) -> Problems:
+        """Rules of GAE: who uses a critic has one, and nothing is set for a critic that is not there."""
+        found: Problems = []
+        if self.name == "sft":
+            if self.critic is not None or self.advantage == "gae":
+                found.append(("algo.critic", "sft has no rewards for a critic to predict; remove it, and algo.advantage gae"))
+            return found
+        if self.advantage == "gae":
+            if self.critic is None:
+                found.append(("algo.critic", "got null, expected a critic with algo.advantage gae; add `critic: {}`"))
+            if self.loss == "gspo":
+                why = "its one ratio per response would average the advantages of the tokens; use clipped_surrogate"
+                found.append(("algo.loss", f"got gspo with algo.advantage gae: {why}"))
+            return found
+        for key, is_set in (("critic", self.critic is not None), ("gae", self.gae != GAE())):
+            if is_set:
+                found.append((f"algo.{key}", f"is for advantage gae, got {self.advantage}; remove it, or use algo.name ppo"))
         return found
 
     def _proximal_problems(self) -> Problems:

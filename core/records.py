@@ -144,13 +144,27 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A response as the steps of a decision process, for a critic: ``rewards`` and ``actions``, both [L].
+
+    The response's score falls on its last action (a token that the policy wrote), a KL penalty on each; an observation is no
+    step and earns nothing.  Example: a score of 1 over (token, observation, token): ``rewards=(0., 0., 1.)``,
+    ``actions=(True, False, True)``.
+    """
+
+    rewards: tuple[float, ...]
+    actions: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One sequence with what each token is to contribute.  Everything but ``input_ids`` [P+L] is per response token [L].
 
     The learner knows streams, not algorithms: ``rl`` weighs the policy loss (and the KL term) of the token, ``ce`` its
     cross-entropy, ``distill`` the divergence from the teacher where it was written.  A weight of 0 leaves the token out of
     that stream.  Weights already hold the reduction (token mean, sequence mean, …); the batch holds the global denominators.
-    ``lag`` is the token's, in batches, fixed at assembly.
+    ``lag`` is the token's, in batches, fixed at assembly.  With ``steps`` the learner replaces the advantages by those that its
+    critic makes of them; None where there is no critic.
 
     Example: ``input_ids=(1, 9, 4, 4, 9, 2)``, ``prompt_length=3``, ``rl=(1., 1., 0.)`` (the last token was stale),
     ``ce=(0., 0., 0.)``, ``distill=(0., 0., 0.)``, ``advantages=(.5, .5, .5)``,
@@ -166,12 +180,16 @@ class TrainSample:
     advantages: tuple[float, ...]
     behaviour_logprobs: tuple[float, ...]
     lag: tuple[int, ...]
+    steps: Steps | None = None
 
     def __post_init__(self) -> None:
         length = len(self.input_ids) - self.prompt_length
-        for name in ("rl", "ce", "distill", "advantages", "behaviour_logprobs", "lag"):
-            if len(getattr(self, name)) != length:
-                raise ValueError(f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries, expected {length}")
+        streams = {n: getattr(self, n) for n in ("rl", "ce", "distill", "advantages", "behaviour_logprobs", "lag")}
+        if self.steps is not None:
+            streams |= {"steps.rewards": self.steps.rewards, "steps.actions": self.steps.actions}
+        for name, stream in streams.items():
+            if len(stream) != length:
+                raise ValueError(f"sample {self.sample_id}: {name} has {len(stream)} entries, expected {length}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

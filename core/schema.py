@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.core.algorithms import OF_GROUPS, Algo
-from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
+from slipstream.core.optimizer import Optimizer
+from slipstream.core.section import NonNegative, Positive, Problems, Rate, Section
 
 KvOnUpdate = Literal["keep", "recompute"]
 WITHOUT_SCORE = ("single_turn", "calculator")
@@ -90,19 +91,6 @@ class Distill(Section):
     )
     coefficient: Rate = Field(1.0, description="of the teacher's term, beside the policy loss or the advantages")
     form: Literal["full", "policy_gradient"] = "full"
-
-
-class Optimizer(Section):
-    """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
-
-    lr: Rate = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Rate = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    max_grad_norm: Rate | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    min_lr_ratio: Fraction = 0.1
 
 
 class WarmStart(Section):
@@ -278,10 +266,17 @@ class Recipe(Section):
         """Whether the RL stream has a signal: from rewards, or from a teacher through the advantages."""
         return self.algo.advantage != "none" or self.teaches == "policy_gradient"
 
+    @property
+    def policy_steps(self) -> int:
+        """Optimizer steps of the policy in the RL phase: those of a critic's warm-up are not among them."""
+        waits = self.algo.critic.warmup_batches if self.algo.critic is not None else 0
+        return (self.schedule.steps - waits) * self.algo.inner_steps
+
     def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems = self.algo.problems() + self._distill_problems()
+        problems = self.algo.problems() + self._critic_problems() + self._distill_problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
+        samples = schedule.group_size * schedule.groups_per_step
         if schedule.group_size > rollout.max_num_seqs:
             problems.append(
                 (
@@ -293,7 +288,7 @@ class Recipe(Section):
         if algo.name != "sft" and algo.advantage in OF_GROUPS and schedule.group_size < 2:
             compares = f"algo.advantage {algo.advantage} compares siblings"
             problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
-        elif algo.name != "sft" and algo.advantage != "none" and schedule.group_size * schedule.groups_per_step < 2:
+        elif algo.name != "sft" and algo.advantage not in ("none", "gae") and samples < 2:
             problems.append(
                 ("schedule.groups_per_step", f"got 1 group of 1, but algo.advantage {algo.advantage} compares samples")
             )
@@ -345,6 +340,18 @@ class Recipe(Section):
             )
         return problems
 
+    def _critic_problems(self) -> Problems:
+        """Rules between a critic, or an adaptive KL, and the schedule."""
+        algo, schedule, problems = self.algo, self.schedule, Problems()
+        if algo.critic is not None and algo.critic.warmup_batches >= schedule.steps:
+            limit = f"less than schedule.steps = {schedule.steps}: the policy would never be trained"
+            problems.append(("algo.critic.warmup_batches", f"got {algo.critic.warmup_batches}, expected {limit}"))
+        samples = schedule.group_size * schedule.groups_per_step
+        if algo.kl.target is not None and algo.kl.horizon < samples:
+            limit = f"at least the {samples} responses of a batch: it would change the coefficient by more than a fifth"
+            problems.append(("algo.kl.horizon", f"got {algo.kl.horizon}, expected {limit}"))
+        return problems
+
     def _distill_problems(self) -> Problems:
         """Rules of distillation: a teacher for those who need one, and nothing set for a stream that is not there."""
         algo = self.algo
@@ -358,6 +365,9 @@ class Recipe(Section):
         if not self.teaches and (algo.name == "opd" or algo.advantage == "none"):
             setting = "algo.name opd" if algo.name == "opd" else "algo.advantage none"
             problems.append(("distill.teacher", f"got null, expected a model to learn from: {setting} trains on nothing else"))
+        if algo.advantage == "gae" and self.teaches == "policy_gradient":
+            why = "the learner makes its advantages, and would whiten the teacher's part with them; use form: full"
+            problems.append(("distill.form", f"got policy_gradient with algo.advantage gae: {why}"))
         if algo.advantage == "none" and algo.kl_in_reward:
             problems.append(("algo.kl.placement", "got reward with algo.advantage none: rewards train nothing; use loss"))
         if not self.trains_rl:

@@ -24,6 +24,7 @@ from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
 from slipstream.core.weights import Bucket, TensorSpec
 from slipstream.distill.teacher import Teacher
 from slipstream.trainer import publisher, state
+from slipstream.trainer.critic import Critic, load_critic
 from slipstream.trainer.distributed import all_gathered, all_reduced, device
 from slipstream.trainer.model import load_policy, packed_logits
 from slipstream.trainer.objective import SUMS, TERMS, Objective, step_metrics
@@ -66,12 +67,8 @@ class Learner:
         publisher.engine_specs(self.policy)  # a model that could not be published is refused now, not after the first step
         self.reference: Any = None
         self.teacher: Teacher | None = None
-        self.engine, *_ = deepspeed.initialize(
-            model=self.policy,
-            optimizer=build_adamw(self.policy),
-            config=deepspeed_config(recipe),
-            dist_init_required=False,
-        )
+        self.critic: Critic | None = None
+        self.engine = self._trained(self.policy)
         self.adamw = ShardedAdamW(self.engine)
         self.phase: Phase | None = None
         self._row_tokens = trainer.max_tokens_per_microbatch or ROW_TOKENS[device().type]
@@ -102,6 +99,25 @@ class Learner:
         """The teacher of the distillation stream (``distill.teacher``, resolved): another model of the same vocabulary."""
         self.teacher = HuggingFaceTeacher(self._frozen(path))
 
+    def set_critic(self, path: Path | None = None) -> None:
+        """A critic with a fresh optimizer: the model of a folder (``algo.critic.path``, resolved; or one that ``save`` wrote),
+        or the policy as it is now, with a value head of zeros."""
+        module = load_critic(path or self.model_path, self.recipe.model)
+        if path is None:
+            copies = dict(module.named_parameters())
+            for name, trained in self.policy.named_parameters():
+                with deepspeed.zero.GatheredParameters([trained]):
+                    if name in copies:
+                        copies[name].data.copy_(trained.data)
+        self.critic = Critic(self._trained(module), self.recipe, self.world_size)
+
+    def _trained(self, module: Any) -> Any:
+        """A DeepSpeed engine with an AdamW of its own."""
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=build_adamw(module), config=deepspeed_config(self.recipe), dist_init_required=False
+        )
+        return engine
+
     def _frozen(self, path: Path) -> Any:
         """A model that is only asked, whole on every rank, or sharded like the policy under ZeRO-3."""
         model = load_policy(path, self.recipe.model).requires_grad_(False)
@@ -118,11 +134,12 @@ class Learner:
         Raises FloatingPointError, naming the batch, if a loss or gradient norm is not finite: that step is then not
         applied (earlier inner steps of the batch are), and the learner is to be restored from a checkpoint.
         The step that finds the policy beyond ``algo.max_inner_kl`` is the batch's last.
+        A critic makes the advantages first, and takes its step before the policy's; in its warm-up the policy takes none.
         """
         assert self.phase is not None, "begin_phase comes before train"
         inner_steps = self.phase.epochs * len(batch.minibatches)
         minibatches = self._minibatches(batch, inner_steps)
-        parts: list[Metrics] = []
+        parts: list[Metrics] = [self.critic.appraise(minibatches)] if self.critic is not None else []
         tokens = 0
         judged = judge(minibatches, self._objective.offpolicy) if self._objective.offpolicy.rejects else None
         measured, ratio_tops, sums = dict.fromkeys(MEASURED, 0.0), [torch.zeros(())], dict.fromkeys(SUMS, 0.0)
@@ -132,7 +149,12 @@ class Learner:
             if part.empty:
                 continue
             tokens += part.tokens
-            sums, tops, metrics = self._step(part, step / inner_steps, (batch.version, epoch, index))
+            where = f"batch {batch.version}, epoch {epoch}, mini-batch {index}"
+            if self.critic is not None:
+                parts.append(self.critic.step(part, where))
+            if self._warming(batch.version):
+                continue
+            sums, tops, metrics = self._step(part, step / inner_steps, where)
             parts.append(metrics)
             if epoch == 0:
                 measured = {name: measured[name] + sums[name] for name in MEASURED}
@@ -216,14 +238,17 @@ class Learner:
             reference_N=self._logprobs(self._reference_logits, row) if self._objective.kl is not None else None,
         )
 
+    def _warming(self, version: WeightVersion) -> bool:
+        """Whether the batch assembled at this version is one of the critic's alone."""
+        critic = self.recipe.algo.critic
+        return self.critic is not None and critic is not None and version.batch < critic.warmup_batches
+
     def _drifted(self, sums: dict[str, float]) -> bool:
         """Whether the mini-batch just trained on, as the step found it, is too far from the proximal policy."""
         limit, tokens = self.recipe.algo.max_inner_kl, sums["written_tokens"]
         return limit is not None and tokens > 0 and sums["inner_kl"] / tokens > limit
 
-    def _step(
-        self, part: MiniBatch, progress: float, place: tuple[WeightVersion, int, int]
-    ) -> tuple[dict[str, float], list[Tensor], Metrics]:
+    def _step(self, part: MiniBatch, progress: float, where: str) -> tuple[dict[str, float], list[Tensor], Metrics]:
         """One optimizer step over this rank's rows: its global sums, this rank's largest ratios, and its metrics."""
         assert self.phase is not None
         contributions = []
@@ -244,7 +269,6 @@ class Learner:
             contributions.append((share.sums, share.ratio_max))
         totals = all_reduced([torch.stack([sums[name].double() for sums, _ in contributions]).sum() for name in SUMS])
         sums = dict(zip(SUMS, totals, strict=True))
-        where = "batch {}, epoch {}, mini-batch {}".format(*place)
         if not all(math.isfinite(sums[term]) for term in TERMS):
             raise FloatingPointError(f"{where}: loss is not finite ({', '.join(f'{t} {sums[t]}' for t in TERMS)})")
         rate = learning_rate(self.phase.optimizer, self.adamw.steps, self.phase.total_steps)
@@ -274,10 +298,14 @@ class Learner:
 
 
 def deepspeed_config(recipe: schema.Recipe) -> dict[str, Any]:
-    """Steps are accumulated by hand (``set_gradient_accumulation_boundary``), so the configured micro-batch is 1 × 1."""
+    """Steps are accumulated by hand (``set_gradient_accumulation_boundary``), so the configured micro-batch is 1 × 1.
+
+    Gradients are clipped by ``ShardedAdamW``; DeepSpeed's own default would clip them at 1.0 once more at ZeRO-0.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": recipe.trainer.zero_stage, "reduce_bucket_size": 50_000_000},
         "bf16": {"enabled": recipe.model.dtype == "bfloat16"},

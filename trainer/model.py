@@ -66,17 +66,22 @@ def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
 
     Dropout is off because a policy with dropout has no single log-probability: importance ratios would be noise.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
-            setattr(config, name, 0.0)
     policy = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True
+        path, config=config_without_dropout(path), dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True
     )
     policy.config.use_cache = False
     if model.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
+
+
+def config_without_dropout(path: Path) -> Any:
+    """The config of a folder, with every dropout that it names at 0."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+    return config
 
 
 def packed_logits(model: Any, input_ids_T: Tensor, position_ids_T: Tensor, predicting_N: Tensor) -> Tensor:

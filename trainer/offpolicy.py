@@ -33,12 +33,15 @@ class Anchors:
 
     ``proximal_N`` is None where no forward pass is needed for it: in a single inner step the current policy, detached, is the
     proximal one, and ``loglinear`` and ``behaviour`` have none.  ``reference_N`` is None where there is no KL term in the loss.
-    ``rl_N`` are the RL weights: the row's own, or what a rejection has left of them.
+    ``rl_N`` are the RL weights: the row's own, or what a rejection has left of them.  ``values_N`` and ``returns_N`` are a
+    critic's, where there is one.
     """
 
     rl_N: Float[Tensor, " N"]
     proximal_N: Float[Tensor, " N"] | None = None
     reference_N: Float[Tensor, " N"] | None = None
+    values_N: Float[Tensor, " N"] | None = None
+    returns_N: Float[Tensor, " N"] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.core.records import TrainSample
+from slipstream.core.records import Steps, TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,8 @@ class PackedRow:
 
     Only the ``N`` positions of ``predicting_N`` get logits: position t predicts token t + 1, and the first of them for a
     sample is its last prompt token.  The other ``_N`` tensors stand in the same order, sample after sample;
-    ``sequence_N`` numbers the samples, and ``lengths`` are their shares of N.
+    ``sequence_N`` numbers the samples, and ``lengths`` are their shares of N.  ``rewards_N`` and ``action_N`` are the samples'
+    ``steps``; 0 and False where a sample has none.
 
     Example: samples (prompt ``[1, 9]``, response ``[4, 2]``) and (``[1]``, ``[7]``) give ``input_ids_T = [1 9 4 2 1 7]``,
     ``position_ids_T = [0 1 2 3 0 1]``, ``predicting_N = [1 2 4]``, ``targets_N = [4 2 7]``, ``sequence_N = [0 0 1]``,
@@ -40,6 +41,8 @@ class PackedRow:
     advantages_N: Float[Tensor, " N"]
     behaviour_N: Float[Tensor, " N"]
     lag_N: Float[Tensor, " N"]
+    rewards_N: Float[Tensor, " N"]
+    action_N: Bool[Tensor, " N"]
     sequence_N: Int[Tensor, " N"]
     lengths: tuple[int, ...]
 
@@ -83,6 +86,7 @@ def pack(samples: Sequence[TrainSample]) -> PackedRow:
         values = [value for sample in samples for value in getattr(sample, name)]
         return torch.tensor(values or [0.0], dtype=torch.float32)
 
+    steps = [Steps(rewards=(0.0,) * len(s.rl), actions=(False,) * len(s.rl)) if s.steps is None else s.steps for s in samples]
     return PackedRow(
         input_ids_T=torch.tensor(input_ids),
         position_ids_T=torch.tensor(position_ids),
@@ -94,6 +98,8 @@ def pack(samples: Sequence[TrainSample]) -> PackedRow:
         advantages_N=stream("advantages"),
         behaviour_N=stream("behaviour_logprobs"),
         lag_N=stream("lag"),
+        rewards_N=torch.tensor([reward for part in steps for reward in part.rewards] or [0.0], dtype=torch.float32),
+        action_N=torch.tensor([action for part in steps for action in part.actions] or [False]),
         sequence_N=torch.tensor(sequences),
         lengths=tuple(len(sample.rl) for sample in samples),
     )

@@ -5,7 +5,9 @@
 ``optimizer-*.safetensors``  ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and, unless training is in float32,
                              ``master/<parameter>``: full float32 tensors, whatever the ZeRO stage and number of ranks were
 ``reference/``               the KL reference, where there is one (a teacher is read from its own folder again)
-``learner.json``             step count, phase (optimizer section, total steps, epochs), random streams of every rank
+``critic/``                  the critic, where there is one: a Hugging Face folder for token classification with one label
+``critic-optimizer-*``       its optimizer, like the policy's
+``learner.json``             step counts, phase (optimizer section, total steps, epochs), random streams of every rank
 ===========================  ==============================================================================================
 """
 
@@ -32,7 +34,7 @@ from slipstream.core import schema
 from slipstream.trainer.checkpoint import CheckpointError
 from slipstream.trainer.distributed import all_gathered, device
 from slipstream.trainer.model import load_tokenizer
-from slipstream.trainer.optim import MOMENTS, StateKey
+from slipstream.trainer.optim import MOMENTS, ShardedAdamW, StateKey
 from slipstream.trainer.publisher import full_shape
 
 if TYPE_CHECKING:
@@ -47,16 +49,21 @@ def save(learner: Learner, folder: Path) -> None:
     streams = all_gathered(_random_streams())
     weights = _weights(learner.policy)
     frozen = _weights(_module(learner.reference)) if learner.reference is not None else None
-    shards = _ShardWriter(folder, "optimizer")
-    for name, parameter in learner.policy.named_parameters():
-        for key in _keys(learner):
-            tensor = learner.adamw.gather(parameter, key)
-            if tensor is not None:
-                shards.add(f"{key}/{name}", tensor)
+    shards = [_ShardWriter(folder, "optimizer")]
+    _add_state(shards[0], learner.policy, learner.adamw, _keys(learner))
+    critic, values = learner.critic, {}
+    if critic is not None:
+        values = _weights(critic.module)
+        shards.append(_ShardWriter(folder, "critic-optimizer"))
+        _add_state(shards[1], critic.module, critic.adamw, _keys(learner))
     if learner.rank != 0:
         return
-    shards.close()
+    for writer in shards:
+        writer.close()
     _write_model(learner.policy, weights, folder / "model")
+    if critic is not None:
+        _write_model(critic.module, values, folder / "critic")
+        load_tokenizer(learner.model_path).save_pretrained(folder / "critic")
     load_tokenizer(learner.model_path).save_pretrained(folder / "model")
     if frozen is not None:
         _write_model(learner.policy, frozen, folder / "reference")
@@ -68,6 +75,7 @@ def save(learner: Learner, folder: Path) -> None:
             "total_steps": phase.total_steps,
             "epochs": phase.epochs,
         },
+        "critic_steps": critic.adamw.steps if critic is not None else None,
         "random_streams": streams,
     }
     (folder / "learner.json").write_text(json.dumps(content))
@@ -87,16 +95,21 @@ def load(learner: Learner, folder: Path, total_steps: int | None = None) -> None
     phase = content["phase"]
     optimizer = schema.Optimizer.model_validate_json(json.dumps(phase["optimizer"]))
     learner.begin_phase(optimizer, total_steps or phase["total_steps"], phase["epochs"])
-    weights, moments = _Tensors(folder / "model", "*.safetensors"), _Tensors(folder, "optimizer-*.safetensors")
+    weights = _Tensors(folder / "model", "*.safetensors")
     for name, parameter in learner.policy.named_parameters():
         value = weights.get(name, full_shape(parameter))
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
-        for key in _keys(learner):
-            learner.adamw.scatter(parameter, key, moments.get(f"{key}/{name}", full_shape(parameter)))
         if learner.recipe.model.dtype == "float32":
             learner.adamw.scatter(parameter, "master", value)
+    _scatter_state(_Tensors(folder, "optimizer-*.safetensors"), learner.policy, learner.adamw, _keys(learner))
     learner.adamw.steps = content["steps"]
+    if content["critic_steps"] is not None:
+        learner.set_critic(folder / "critic")
+        assert learner.critic is not None
+        saved = _Tensors(folder, "critic-optimizer-*.safetensors")
+        _scatter_state(saved, learner.critic.module, learner.critic.adamw, _keys(learner))
+        learner.critic.adamw.steps = content["critic_steps"]
     if (folder / "reference").is_dir():
         learner.set_reference(folder / "reference")
     if len(content["random_streams"]) == learner.world_size:
@@ -106,6 +119,20 @@ def load(learner: Learner, folder: Path, total_steps: int | None = None) -> None
 def _keys(learner: Learner) -> tuple[StateKey, ...]:
     """In float32 the master weights are the weights, bit for bit."""
     return MOMENTS if learner.recipe.model.dtype == "float32" else ("master", *MOMENTS)
+
+
+def _add_state(shards: _ShardWriter, module: PreTrainedModel, adamw: ShardedAdamW, keys: tuple[StateKey, ...]) -> None:
+    for name, parameter in module.named_parameters():
+        for key in keys:
+            tensor = adamw.gather(parameter, key)
+            if tensor is not None:
+                shards.add(f"{key}/{name}", tensor)
+
+
+def _scatter_state(state: _Tensors, module: PreTrainedModel, adamw: ShardedAdamW, keys: tuple[StateKey, ...]) -> None:
+    for name, parameter in module.named_parameters():
+        for key in keys:
+            adamw.scatter(parameter, key, state.get(f"{key}/{name}", full_shape(parameter)))
 
 
 def _module(model: Any) -> PreTrainedModel:

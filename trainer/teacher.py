@@ -24,20 +24,18 @@ class HuggingFaceTeacher:
         return packed_logits(self._model, input_ids_T, position_ids_T, predicting_N)
 
 
-def require_same_vocabulary(teacher: Path, student: Path) -> None:
-    """Raise ValueError unless the teacher's logits are over the student's tokens, one for one."""
-    sizes = [
-        AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size for path in (teacher, student)
-    ]
+def require_same_vocabulary(other: Path, trained: Path, key: str = "distill.teacher", ours: str = "student") -> None:
+    """Raise ValueError, naming ``key``, unless the other model's tokens are those of the trained one, one for one."""
+    sizes = [AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size for path in (other, trained)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"distill.teacher: {teacher} has logits over {sizes[0]} tokens, expected {sizes[1]} as in the student {student}; "
-            "take a teacher of the student's family, with the same vocab_size"
+            f"{key}: {other} has a vocabulary of {sizes[0]} tokens, expected {sizes[1]} as in the {ours} {trained}; "
+            f"take a model of the {ours}'s family, with the same vocab_size"
         )
-    theirs, ours = (load_tokenizer(path).get_vocab() for path in (teacher, student))
-    if differing := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
-        shown = ", ".join(f"{token!r} is {theirs.get(token)}, not {ours.get(token)}" for token in differing[:3])
+    theirs, known = (load_tokenizer(path).get_vocab() for path in (other, trained))
+    if differing := sorted(token for token in {*theirs, *known} if theirs.get(token) != known.get(token)):
+        shown = ", ".join(f"{token!r} is {theirs.get(token)}, not {known.get(token)}" for token in differing[:3])
         raise ValueError(
-            f"distill.teacher: the tokenizer of {teacher} differs from the student's ({student}) in {len(differing)} tokens: "
-            f"{shown}; take a teacher with the student's tokenizer"
+            f"{key}: the tokenizer of {other} differs from the {ours}'s ({trained}) in {len(differing)} tokens: "
+            f"{shown}; take a model with the {ours}'s tokenizer"
         )

@@ -90,10 +90,10 @@ def test_rewards_that_are_not_finite_are_all_named():
 
 
 def test_unknown_kind():
-    with pytest.raises(ValueError, match="got 'gae', expected one of grpo, dr_grpo, rloo, reinforce, "):
-        has_signal([1.0], "gae")
-    with pytest.raises(ValueError, match="got 'gae'"):
-        batch_advantages([[1.0]], "gae")
+    with pytest.raises(ValueError, match="got 'gea', expected one of grpo, dr_grpo, rloo, reinforce, "):
+        has_signal([1.0], "gea")
+    with pytest.raises(ValueError, match="got 'gea'"):
+        batch_advantages([[1.0]], "gea")
 
 
 def expected_gradient(kind, groups):

@@ -46,6 +46,15 @@ def test_an_observation_is_no_step():
         assert [found[0], found[1], found[4]] == pytest.approx(expected) and found[2] == found[3] == 0.0
 
 
+def test_before_the_first_action_nothing_counts_and_without_one_there_is_nothing():
+    """The observation's reward of 9 has no action before it; an action that is cut off ends with value 0, like any other."""
+    advantages, returns = run([9.0, 1.0], [3.0, 0.25], [False, True])
+    assert advantages == pytest.approx([0.0, 0.75]) and returns == pytest.approx([0.0, 1.0])
+    assert run([9.0], [3.0], [False]) == [[0.0], [0.0]]
+    empty = torch.zeros(0)
+    assert [len(part) for part in gae(empty, empty, empty.bool(), discount=1.0, trace=1.0)] == [0, 0]
+
+
 def test_definition_by_double_sum():
     """A_t = Σ_k (γλ)^k δ_{t+k} over a longer response, written out."""
     generator = torch.Generator().manual_seed(0)

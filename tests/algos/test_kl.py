@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slipstream.algos.kl import kl_loss, kl_value
+from slipstream.algos.kl import adapted_coefficient, kl_loss, kl_value
 
 
 @pytest.fixture
@@ -151,3 +151,27 @@ def test_refused_estimators():
         kl_loss(zeros_T, zeros_T, "k1")
     with pytest.raises(ValueError, match="got 'k4', expected 'k1', 'k2' or 'k3'"):
         kl_value(zeros_T, zeros_T, "k4")
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),  # target 5, horizon 1000, 100 responses, from 0.1: at most a fifth of a tenth up or down
+    [
+        (5.0, 0.1),
+        (5.5, 0.1 * (1 + 0.1 * 0.1)),
+        (10.0, 0.102),
+        (1000.0, 0.102),
+        (0.0, 0.098),
+        (-3.0, 0.098),  # k1 of a few responses may be negative
+    ],
+)
+def test_adaptive_coefficient(observed, expected):
+    found = adapted_coefficient(0.1, observed, target=5.0, horizon=1000, samples=100)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_adaptive_coefficient_holds_its_target():
+    """A policy whose KL is 1 / coefficient: from 0.01 (100 nats) the coefficient goes to 1 / 5, and stays."""
+    coefficient = 0.01
+    for _ in range(400):
+        coefficient = adapted_coefficient(coefficient, 1 / coefficient, target=5.0, horizon=1000, samples=200)
+    assert coefficient == pytest.approx(0.2, rel=1e-6)

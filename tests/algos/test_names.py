@@ -24,6 +24,7 @@ def test_every_name_of_the_schema_is_there_and_the_other_way_round():
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_a_group_of_one_is_refused_where_siblings_are_compared(advantage):
     sections = {"name": "x", "model": {"path": "builtin:tiny"}, "data": {"source": "builtin:number_sorting"}}
-    sections |= {"algo": {"advantage": advantage}, "distill": {"teacher": "builtin:tiny"}, "schedule": {"group_size": 1}}
+    algo = {"advantage": advantage, "critic": {} if advantage == "gae" else None}
+    sections |= {"algo": algo, "distill": {"teacher": "builtin:tiny"}, "schedule": {"group_size": 1}}
     recipe = Recipe.model_validate(sections)
     assert [key for key, _ in recipe.cross_checks()] == (["schedule.group_size"] if advantage in OF_GROUPS else [])

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.algos.advantages import has_signal
 from slipstream.cluster.assembly import (
+    Penalty,
     assemble,
     assemble_demonstrations,
     gaps,
-    kl_penalties,
     overlong_reward,
     sample_record,
     samples_of,
@@ -130,9 +131,10 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     With coefficient 0.2: rewards 1 − 0.1 = 0.9 and 0 − 0.3 = −0.3, mean 0.3, advantages ±0.6.
     """
     groups = [group("g", response("a", 1.0, 3, 3, 3, observed=(2,)), response("b", 0.0, 3))]
-    assert kl_penalties(groups, [[-1.0, -1.0, -9.0], [-2.0]]) == {"a": 0.5, "b": 1.5}
+    found = gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]])
+    assert found == {"a": (0.5, 0.0, 0.0), "b": (1.5,)}
     kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
-    made = assemble(groups, NOW, recipe(kl=kl), {"a": 0.5, "b": 1.5})
+    made = assemble(groups, NOW, recipe(kl=kl), Penalty(0.2, found))
     samples = by_name(made.batch)
     assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
     record = made.records[0]
@@ -157,6 +159,40 @@ def test_a_mini_batch_without_an_advantage_makes_no_step() -> None:
     halves = [group("g", response("g0", 1.0, 3), response("g1", 0.5, 3)), group("h", response("h0", 0.75, 3, 3, 3))]
     made = assemble(halves, NOW, recipe(name="reinforce", minibatches=2)).batch
     assert made.rl_denominators == (2.0, 0.0), "the mean is 3/4, and the second has it throughout"
+
+
+PPO = {"advantage": "gae", "critic": {}}
+
+
+def test_a_critic_gets_the_score_on_the_last_own_token_and_the_penalty_on_each() -> None:
+    """Gaps of a: −0.5 + 1 = 0.5, −1 + 1 = 0, observed 0; of b: −0.5 + 2 = 1.5.  With coefficient 0.2, a earns −0.1, then 0 + 1.
+
+    The stale token (learner at 3, bound 1) weighs nothing and is a step all the same; records show the penalised rewards.
+    """
+    groups = [group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.5, 3))]
+    penalty = Penalty(0.2, gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]]))
+    kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
+    made = assemble(groups, NOW, recipe(**PPO, kl=kl), penalty)
+    samples = by_name(made.batch)
+    a, b = samples["a"].steps, samples["b"].steps
+    assert a is not None and b is not None
+    assert a.rewards == pytest.approx((-0.1, 1.0, 0.0)) and a.actions == (True, True, False)
+    assert b.rewards == pytest.approx((0.5 - 0.3,)) and samples["a"].rl == (0.0, 1.0, 0.0)
+    assert made.records[0]["reward"] == pytest.approx(0.9) and made.records[0]["rewards"] == {"exact": 1.0, "kl": 0.5}
+    assert made.records[0]["advantage"] is None, "the learner makes one for each token"
+    assert values(made.metrics)["reward/kl"] == pytest.approx(1.0)
+
+
+def test_a_critic_sees_the_overlong_punishment_and_no_other_algorithm_has_steps() -> None:
+    """Soft 1/2 of 4 tokens: four written cost 1."""
+    groups = [group("g", response("a", 1.0, 3, 3, 3, 3), response("b", 0.5, 3))]
+    (steps, _) = (s.steps for s in assemble(groups, NOW, recipe(**PPO, overlong={"soft": 0.5})).batch.minibatches[0])
+    assert steps is not None and steps.rewards == (0.0, 0.0, 0.0, 0.0)
+    assert {s.steps for s in assemble(groups, NOW, recipe()).batch.minibatches[0]} == {None}
+
+
+def test_equal_rewards_keep_their_group_for_a_critic() -> None:
+    assert has_signal([1.0, 1.0], "gae") and not has_signal([1.0, 1.0], "grpo")
 
 
 TEACHER = {"teacher": "builtin:tiny", "coefficient": 0.5}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ STEPS = 9
 
 @pytest.fixture(scope="module")
 def pair(start: Start, workshop: Path) -> dict[str, Any]:
-    """Two runs at the same time, each with a Ray of its own: ``free`` may lag by two, ``sync`` not at all.
+    """Two runs at the same time, each with a Ray of its own: ``free`` (PPO) may lag by two, ``sync`` (GRPO) not at all.
 
     Half of what ``sync`` is given cannot be graded, and two of its prompts are too long.
     """
@@ -39,6 +40,8 @@ def pair(start: Start, workshop: Path) -> dict[str, Any]:
         "free",
         "data.options={size: 2000, long: true, demonstrations: none}",
         "schedule={steps: 9, groups_per_step: 6, group_size: 6}",
+        "algo={name: ppo, critic: {warmup_batches: 1, optimizer: {lr: 1.0e-3}}}",
+        "algo.kl={coefficient: 0.05, target: 2.0, horizon: 100}",
         "checkpoint.keep=20",
         "monitor.eval={every: 4, size: 16}",
     )
@@ -193,3 +196,17 @@ def test_a_resume_goes_on_where_the_run_ended(pair: dict[str, Any], resumed: Any
     report = audit(resumed.run)
     assert report.ok and report.figures["resumes"] == 1, report.problems
     assert resumed.survivors(20.0) == [] and resumed.staged() == []
+
+
+def test_the_critic_and_the_adaptive_kl_go_on_across_the_resume(resumed: Any) -> None:
+    """One batch of warm-up, then both models train.  36 responses, target 2, horizon 100: each coefficient follows from the one
+    before it and the KL that was observed with it, also where the second attempt begins."""
+    lines = metrics_of(resumed.run)
+    assert len(lines) == STEPS + 2
+    assert ["loss/policy" in line for line in lines] == [False] + [True] * (STEPS + 1)
+    assert all(line["critic/loss"] > 0 and line["critic/lr"] == 1e-3 for line in lines)
+    assert lines[0]["critic/value_mean"] == 0.0 and lines[0]["kl/coefficient"] == 0.05
+    for before, after in pairwise(lines):
+        error = min(max(before["reward/kl"] / 2.0 - 1, -0.2), 0.2)
+        assert after["kl/coefficient"] == pytest.approx(before["kl/coefficient"] * (1 + error * 36 / 100))
+    assert all(sample["advantage"] is None for sample in samples_of(resumed.run))

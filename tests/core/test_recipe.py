@@ -423,6 +423,70 @@ def test_each_mistake_of_a_distillation(tmp_path: Path, text: str, expected: str
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("algo: {advantage: gae}", "algo.critic: got null, expected a critic with algo.advantage gae; add `critic: {}`"),
+        ("algo: {name: ppo, critic: null}", "algo.critic: got null, expected a critic"),
+        ("algo: {critic: {}}", "algo.critic: is for advantage gae, got grpo"),
+        ("algo: {name: ppo, advantage: grpo, critic: null, gae: {lam: 0.9}}", "algo.gae: is for advantage gae, got grpo"),
+        ("algo: {name: ppo, gae: {gamma: 1.01}}", "algo.gae.gamma: got 1.01, expected a number at most 1"),
+        ("algo: {name: ppo, gae: {lam: -0.1}}", "algo.gae.lam: got -0.1, expected a number at least 0"),
+        ("algo: {name: ppo, gae: {lambda: 0.9}}", "algo.gae.lambda: unknown key"),
+        (
+            "algo: {name: ppo, loss: gspo, reduction: sequence_mean}",
+            "algo.loss: got gspo with algo.advantage gae: its one ratio",
+        ),
+        (
+            "algo: {name: ppo, kl: {target: 5}}",
+            "algo.kl.coefficient: got 0 with algo.kl.target, expected a number to start from",
+        ),
+        (
+            "algo: {name: ppo, kl: {coefficient: 0.1, target: 5, placement: loss, estimator: k3}}",
+            "algo.kl.target: does not go with algo.kl.placement: loss",
+        ),
+        (
+            "algo: {name: ppo, kl: {coefficient: 0.1, placement: [loss, reward]}}",
+            "algo.kl.placement: got a list, expected 'loss' or 'reward'",
+        ),
+        (
+            "algo: {name: ppo, kl: {coefficient: 0.1, target: 5, horizon: 63}}",
+            "algo.kl.horizon: got 63, expected at least the 64",
+        ),
+        ("algo: {name: ppo, critic: {warmup_batches: 100}}", "algo.critic.warmup_batches: got 100, expected less than"),
+        ("algo: {name: ppo, critic: {clip: 0}}", "algo.critic.clip: got 0, expected a number greater than 0"),
+        ("algo: {name: sft, critic: {}}", "algo.critic: sft has no rewards for a critic to predict"),
+        (
+            "algo: {name: ppo}\ndistill: {teacher: t, form: policy_gradient}",
+            "distill.form: got policy_gradient with algo.advantage gae: the learner makes its advantages",
+        ),
+    ],
+)
+def test_each_mistake_of_a_critic(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in only(tmp_path, f"{GOOD}{text}\n")
+
+
+def test_contradictions_around_a_critic_are_all_reported(tmp_path: Path) -> None:
+    text = (
+        "algo: {advantage: gae, loss: gspo, reduction: sequence_mean, kl: {target: 5, horizon: 2}}\n"
+        "distill: {teacher: t, form: policy_gradient}\n"
+    )
+    keys = [p.split(": ")[1] for p in problems(tmp_path, GOOD + text)]
+    section = ["algo.critic", "algo.kl.coefficient", "algo.kl.horizon", "algo.kl.target", "algo.loss"]
+    assert sorted(keys) == [*section, "distill.form"]
+
+
+def test_ppo_is_a_preset_of_parts(tmp_path: Path) -> None:
+    algo = load_recipe([write(tmp_path, GOOD)], ["algo.name=ppo"]).algo
+    assert (algo.advantage, algo.loss, algo.kl.placement, algo.kl.estimator) == ("gae", "clipped_surrogate", "reward", "k1")
+    assert algo.critic is not None and (algo.critic.optimizer.lr, algo.critic.clip, algo.critic.path) == (1e-5, 0.2, None)
+    text = GOOD + "algo: {name: ppo, critic: {optimizer: {lr: 1.0e-3, betas: [0.9, 0.98]}, clip: null}, gae: {lam: 1}}\n"
+    recipe = load_recipe([write(tmp_path, text)], ["algo.critic.warmup_batches=3", "schedule.steps=10", "algo.epochs=2"])
+    critic = recipe.algo.critic
+    assert critic is not None and (critic.optimizer.lr, critic.optimizer.betas) == (1e-3, (0.9, 0.98)) and critic.clip is None
+    assert recipe.algo.gae.lam == 1.0 and recipe.policy_steps == 14, "(10 − 3) batches of two steps"
+
+
+@pytest.mark.parametrize(
     ("text", "teaches", "trains_rl"),
     [
         ("", None, True),

@@ -9,21 +9,29 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForTokenClassification,
+)
 
-from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
+from slipstream.core.records import Steps, TrainBatch, TrainSample, WeightVersion
 
 VOCABULARY = 32
 TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.3, 1.5, 2.0
 KL_COEFFICIENT, DISTILL_COEFFICIENT = 0.1, 0.5
 ICEPOP, GEOMETRIC, OPSM_DELTA = (0.1, 9.0), (0.3, 3.0), 0.3
+GAMMA, LAM, VALUE_CLIP, CRITIC_LR, CRITIC_MAX_NORM = 0.95, 0.8, 0.05, 5e-3, 4.0
 LR, BETAS, EPS, DECAY, MAX_NORM = 2e-3, (0.9, 0.95), 1e-4, 0.1, 0.5
 WARMUP, MIN_RATIO = 2, 0.1
 BATCHES = 5
@@ -41,6 +49,7 @@ class Rule:
     loglinear: bool = False
     max_inner_kl: float | None = None
     taught: bool = False
+    critic: bool = False
 
 
 RULES = {
@@ -49,6 +58,7 @@ RULES = {
     "rejecting": Rule(loss="dppo_tv", level="sequence", clip_low=0.01, clip_high=0.01, rejects=True),
     "loglinear": Rule(loss="cispo", loglinear=True, max_inner_kl=1.7),
     "taught": Rule(taught=True),
+    "ppo": Rule(critic=True, max_inner_kl=100.0),
 }
 
 
@@ -69,6 +79,13 @@ def write_model(folder: Path, *, tied: bool, seed: int = 7) -> None:
         dtype="float32",
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def write_critic(folder: Path) -> None:
+    """A value model of the same shape, with a head that is not zero."""
+    torch.manual_seed(9)
+    config = Qwen3Config.from_pretrained(folder, num_labels=1, tie_word_embeddings=False)
+    Qwen3ForTokenClassification(config).save_pretrained(critic_of(folder))
 
 
 def recorded_batches(minibatches: int, *, taught: bool) -> list[TrainBatch]:
@@ -106,7 +123,15 @@ def _sample(rng: random.Random, name: str, taught: bool) -> TrainSample:
         advantages=tuple([rng.gauss(0, 1)] * length if index % 2 else [rng.gauss(0, 1) for _ in range(length)]),
         behaviour_logprobs=tuple(rng.gauss(-4.0, 1.5) if weight else -1e9 for weight in rl),
         lag=tuple(random.Random(name).choices((0, 0, 1, 2), k=length)),
+        steps=_steps(random.Random(f"{name} steps"), rl),
     )
+
+
+def _steps(rng: random.Random, rl: list[float]) -> Steps:
+    """A reward on every token that the policy wrote.  Half of the tokens without RL weight it did not write; the others are
+    stale."""
+    actions = tuple(bool(weight) or rng.random() < 0.5 for weight in rl)
+    return Steps(rewards=tuple(rng.gauss(0, 1) if action else 0.0 for action in actions), actions=actions)
 
 
 @dataclass
@@ -120,14 +145,43 @@ class Trace:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Adam:
+    """AdamW by hand over a model's parameters, and its record: gradients and norms before clipping, by step."""
+
+    def __init__(self, model: PreTrainedModel, prefix: str, rate: Callable[[int], float], max_norm: float) -> None:
+        self.parameters = {prefix + name: p for name, p in model.named_parameters()}
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.rate, self.max_norm, self.steps = rate, max_norm, 0
+
+    def step(self, trace: Trace) -> None:
+        gradient = {name: p.grad.clone() for name, p in self.parameters.items()}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+        trace.gradients.append(gradient)
+        trace.norms.append(norm)
+        rate = self.rate(self.steps)
+        self.steps += 1
+        scale = min(1.0, self.max_norm / (norm + 1e-6))
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                g = gradient[name] * scale
+                self.first[name] = BETAS[0] * self.first[name] + (1 - BETAS[0]) * g
+                self.second[name] = BETAS[1] * self.second[name] + (1 - BETAS[1]) * g * g
+                m = self.first[name] / (1 - BETAS[0] ** self.steps)
+                v = self.second[name] / (1 - BETAS[1] ** self.steps)
+                if p.ndim > 1:
+                    p -= rate * DECAY * p
+                p -= rate * m / (v.sqrt() + EPS)
+
+
 def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> Iterator[Trace]:
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     teacher = AutoModelForCausalLM.from_pretrained(teacher_of(folder), dtype=torch.float32).eval()
-    parameters = dict(policy.named_parameters())
-    first = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    second = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    inner, step = epochs * minibatches, 0
+    critic = AutoModelForTokenClassification.from_pretrained(critic_of(folder), dtype=torch.float32).eval()
+    inner = epochs * minibatches
+    adam = Adam(policy, "", lambda step: lr(step, BATCHES * inner), MAX_NORM)
+    critic_adam = Adam(critic, "critic.", lambda step: CRITIC_LR * (1 - 0.9 * step / (BATCHES * inner - 1)), CRITIC_MAX_NORM)
     for batch in recorded_batches(minibatches, taught=rule.taught):
         trace = Trace()
         trace.logprobs = [[token_logprobs(policy, s, TEMPERATURE).tolist() for s in part] for part in batch.minibatches]
@@ -135,42 +189,35 @@ def plain_loop(folder: Path, rule: Rule, *, epochs: int, minibatches: int) -> It
             [keep(rule, sample, proximal, trace.events) for sample, proximal in zip(part, known, strict=True)]
             for part, known in zip(batch.minibatches, trace.logprobs, strict=True)
         ]
+        parts = batch.minibatches
+        if rule.critic:
+            parts, lessons = appraise(critic, parts)
         for j in range(inner):
             index = j % minibatches
+            if rule.critic:
+                critic.zero_grad(set_to_none=True)
+                for sample, lesson in zip(parts[index], lessons[index], strict=True):
+                    teach_value(critic, sample, lesson, batch.rl_denominators[index], trace.events)
+                critic_adam.step(trace)
             policy.zero_grad(set_to_none=True)
             rl_denominator = batch.rl_denominators[index]
             if rule.rejects:  # sequences with a kept token; a row's weights are shared anew in ``backward``
                 rl_denominator = float(sum(any(mask) for mask in kept[index]))
             drift = []
-            for sample, anchor, mask in zip(batch.minibatches[index], trace.logprobs[index], kept[index], strict=True):
+            for sample, anchor, mask in zip(parts[index], trace.logprobs[index], kept[index], strict=True):
                 place = Place(rl_denominator, batch.ce_denominators[index], j / inner)
                 drift += backward(policy, reference, rule, sample, anchor, mask, place, trace.events)
                 if any(sample.distill):
                     distill(policy, teacher, sample, anchor, batch.distill_denominators[index])
                     trace.events["taught"] += sum(weight != 0 for weight in sample.distill)
-            gradient = {name: p.grad.clone() for name, p in parameters.items()}
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
-            trace.gradients.append(gradient)
-            trace.norms.append(norm)
-            step += 1
-            scale = min(1.0, MAX_NORM / (norm + 1e-6))
-            with torch.no_grad():
-                for name, p in parameters.items():
-                    g = gradient[name] * scale
-                    first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * g
-                    second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * g * g
-                    m = first[name] / (1 - BETAS[0] ** step)
-                    v = second[name] / (1 - BETAS[1] ** step)
-                    rate = lr(step - 1, BATCHES * inner)
-                    if p.ndim > 1:
-                        p -= rate * DECAY * p
-                    p -= rate * m / (v.sqrt() + EPS)
+            adam.step(trace)
             if rule.max_inner_kl is not None and j + 1 < inner:
                 stops = sum(math.exp(d) - 1 - d for d in drift) / len(drift) > rule.max_inner_kl
                 trace.events["stopped early" if stops else "went on"] += 1
                 if stops:
                     break
-        trace.parameters = {name: p.detach().clone() for name, p in parameters.items()}
+        trained = adam.parameters | (critic_adam.parameters if rule.critic else {})
+        trace.parameters = {name: p.detach().clone() for name, p in trained.items()}
         yield trace
 
 
@@ -203,6 +250,61 @@ def lr(step: int, total: int) -> float:
 
 def teacher_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-teacher")
+
+
+def critic_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-critic")
+
+
+def values_of(critic: PreTrainedModel, sample: TrainSample) -> Tensor:
+    """[L], with the graph: the value of the state before each response token, from a forward pass over this sequence alone."""
+    return critic(input_ids=torch.tensor([sample.input_ids])).logits[0, sample.prompt_length - 1 : -1, 0]
+
+
+Lesson = tuple[list[float], list[float]]
+"""Of a response: values at the start of the batch, and returns."""
+
+
+def appraise(
+    critic: PreTrainedModel, parts: Sequence[Sequence[TrainSample]]
+) -> tuple[list[list[TrainSample]], list[list[Lesson]]]:
+    """The samples with their advantages, Σ_k (γλ)^k δ_{t+k} over the tokens that the policy wrote, whitened over those of RL
+    weight in the whole batch; and what the critic is to learn."""
+    advantages, lessons = [], []
+    for sample in (s for part in parts for s in part):
+        assert sample.steps is not None
+        with torch.no_grad():
+            values = values_of(critic, sample).tolist()
+        own = [t for t, action in enumerate(sample.steps.actions) if action]
+        following = [values[t] for t in own[1:]] + [0.0]
+        deltas = [sample.steps.rewards[t] + GAMMA * after - values[t] for t, after in zip(own, following, strict=True)]
+        found = dict.fromkeys(range(len(values)), 0.0)
+        for k, t in enumerate(own):
+            found[t] = sum((GAMMA * LAM) ** (i - k) * deltas[i] for i in range(k, len(own)))
+        advantages.append([found[t] for t in range(len(values))])
+        lessons.append((values, [found[t] + v for t, v in enumerate(values)]))
+    flat = [s for part in parts for s in part]
+    trained = [a for s, row in zip(flat, advantages, strict=True) for a, weight in zip(row, s.rl, strict=True) if weight]
+    mean = sum(trained) / len(trained)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in trained) / len(trained))
+    scaled = [tuple((a - mean) / (deviation + 1e-6) for a in row) for row in advantages]
+    white = iter([replace(sample, advantages=row) for sample, row in zip(flat, scaled, strict=True)])
+    told = iter(lessons)
+    return [[next(white) for _ in part] for part in parts], [[next(told) for _ in part] for part in parts]
+
+
+def teach_value(critic: PreTrainedModel, sample: TrainSample, lesson: Lesson, denominator: float, events: Counter[str]) -> None:
+    """Adds the gradient of Σ weight · max((V − R)², (clip(V) − R)²) / 2 / denominator, by hand in V: V − R, or 0 where
+    the value has left the clip towards its return."""
+    values = values_of(critic, sample)
+    slopes = []
+    for value, old, target, weight in zip(values.tolist(), *lesson, sample.rl, strict=True):
+        near = max(min(value, old + VALUE_CLIP), old - VALUE_CLIP)
+        stays = (near - target) ** 2 > (value - target) ** 2
+        if weight:
+            events["value: clipped" if stays else "value: moves"] += 1
+        slopes.append(0.0 if stays else weight * (value - target) / denominator)
+    (torch.tensor(slopes) * values).sum().backward()
 
 
 def response_logprobs(model: PreTrainedModel, sample: TrainSample) -> Tensor:

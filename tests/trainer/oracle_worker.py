@@ -21,10 +21,11 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from slipstream.core import schema
-from slipstream.core.algorithms import KL, Band, Correction
+from slipstream.core.algorithms import GAE, KL, Band, Correction, Critic
 from slipstream.core.records import TrainBatch
 from slipstream.trainer import distributed
 from slipstream.trainer.learner import Learner
+from slipstream.trainer.optim import ShardedAdamW
 
 
 def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
@@ -51,9 +52,13 @@ def recipe(case: dict[str, Any], folder: Path) -> schema.Recipe:
             reduction="sequence_mean" if rule.rejects else "token_mean",  # the weights are recorded: it matters for rejections
             max_inner_kl=rule.max_inner_kl,
             kl=KL(coefficient=oracle.KL_COEFFICIENT, placement="loss", estimator="k3"),
+            advantage="gae" if rule.critic else "grpo",
+            gae=GAE(gamma=oracle.GAMMA, lam=oracle.LAM) if rule.critic else GAE(),
+            critic=Critic(clip=oracle.VALUE_CLIP, optimizer=CRITIC_OPTIMIZER) if rule.critic else None,
             epochs=epochs,
             minibatches=minibatches,
         ),
+        schedule=schema.Schedule(steps=oracle.BATCHES),
         distill=schema.Distill(coefficient=oracle.DISTILL_COEFFICIENT),
         rollout=schema.Rollout(sampling=schema.Sampling(temperature=oracle.TEMPERATURE)),
         trainer=schema.Trainer(
@@ -71,6 +76,11 @@ OPTIMIZER = schema.Optimizer(
     schedule="cosine",
     warmup_steps=oracle.WARMUP,
     min_lr_ratio=oracle.MIN_RATIO,
+)
+
+
+CRITIC_OPTIMIZER = OPTIMIZER.model_copy(
+    update={"lr": oracle.CRITIC_LR, "max_grad_norm": oracle.CRITIC_MAX_NORM, "schedule": "linear", "warmup_steps": 0}
 )
 
 
@@ -92,16 +102,40 @@ def reordered(batch: TrainBatch, order: str) -> TrainBatch:
     )
 
 
-def gradients_of(learner: Learner) -> dict[str, Tensor]:
-    return {name: safe_get_full_grad(p).detach().clone() for name, p in learner.policy.named_parameters()}
+def gradients_of(module: torch.nn.Module, prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: safe_get_full_grad(p).detach().clone() for name, p in module.named_parameters()}
 
 
-def parameters_of(learner: Learner) -> dict[str, Tensor]:
+def parameters_of(module: torch.nn.Module, prefix: str) -> dict[str, Tensor]:
     found = {}
-    for name, parameter in learner.policy.named_parameters():
+    for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            found[name] = parameter.detach().clone()
+            found[prefix + name] = parameter.detach().clone()
     return found
+
+
+Trained = list[tuple[str, torch.nn.Module, ShardedAdamW]]
+"""What is compared: a prefix for the names of its parameters, the model, its optimizer."""
+
+
+def recorded(trained: Trained) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """The gradients and norms of every step to come, in order."""
+    seen: list[dict[str, Tensor]] = []
+    norms: list[float] = []
+
+    def record(prefix: str, module: torch.nn.Module, adamw: ShardedAdamW) -> None:
+        step = adamw.step
+
+        def recording_step(rate: float) -> float:
+            seen.append(gradients_of(module, prefix))
+            norms.append(step(rate))
+            return norms[-1]
+
+        adamw.step = recording_step  # type: ignore[method-assign]
+
+    for what in trained:
+        record(*what)
+    return seen, norms
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -116,42 +150,41 @@ def run(case: dict[str, Any], folder: Path, rank: int, world_size: int) -> tuple
     learner.begin_phase(OPTIMIZER, oracle.BATCHES * epochs * minibatches)
     learner.set_reference()
     learner.set_teacher(oracle.teacher_of(model))
-    seen: list[dict[str, Tensor]] = []
-    norms: list[float] = []
-    step = learner.adamw.step
-
-    def recording_step(rate: float) -> float:
-        seen.append(gradients_of(learner))
-        norms.append(step(rate))
-        return norms[-1]
-
-    learner.adamw.step = recording_step  # type: ignore[method-assign]
+    trained: Trained = [("", learner.policy, learner.adamw)]
+    rule = oracle.RULES[case["rule"]]
+    if rule.critic:
+        learner.set_critic(oracle.critic_of(model))
+        assert learner.critic is not None
+        trained.append(("critic.", learner.critic.module, learner.critic.adamw))
+    seen, norms = recorded(trained)
     events: Counter[str] = Counter()
     errors = dict.fromkeys(("logprobs", "norm", "gradients", "parameters"), 0.0)
 
     def note(kind: str, error: float) -> None:
         errors[kind] = max(errors[kind], error)
 
-    rule = oracle.RULES[case["rule"]]
     traces = oracle.plain_loop(model, rule, epochs=epochs, minibatches=minibatches)
-    for recorded, expected in zip(oracle.recorded_batches(minibatches, taught=rule.taught), traces, strict=True):
-        batch = reordered(recorded, case["order"])
-        for samples, known, original in zip(batch.minibatches, expected.logprobs, recorded.minibatches, strict=True):
-            by_name = {s.sample_id: values for s, values in zip(original, known, strict=True)}
+    for original, expected in zip(oracle.recorded_batches(minibatches, taught=rule.taught), traces, strict=True):
+        batch = reordered(original, case["order"])
+        for samples, known, given in zip(batch.minibatches, expected.logprobs, original.minibatches, strict=True):
+            by_name = {s.sample_id: values for s, values in zip(given, known, strict=True)}
             for sample, got in zip(samples, learner.logprobs(samples, "policy"), strict=True):
                 note("logprobs", relative(torch.tensor(got), torch.tensor(by_name[sample.sample_id])))
         events += expected.events
         seen.clear()
         norms.clear()
         learner.train(batch)
-        assert len(seen) == len(expected.gradients) <= epochs * minibatches
+        assert len(seen) == len(expected.gradients) <= epochs * minibatches * len(trained)
         for got, want, norm, known_norm in zip(seen, expected.gradients, norms, expected.norms, strict=True):
             note("norm", abs(norm - known_norm) / known_norm)
             for name in want:
                 note("gradients", relative(got[name], want[name]))
-        for name, value in parameters_of(learner).items():
-            note("parameters", relative(value, expected.parameters[name]))
+        for prefix, module, _ in trained:
+            for name, value in parameters_of(module, prefix).items():
+                note("parameters", relative(value, expected.parameters[name]))
     learner.engine.destroy()
+    if learner.critic is not None:
+        learner.critic.engine.destroy()
     return errors, dict(events)
 
 
@@ -162,6 +195,7 @@ def main() -> None:
         folder = Path(sys.argv[4]) / f"model-{rank}-{name}"
         oracle.write_model(folder, tied=name == "tied")
         oracle.write_model(oracle.teacher_of(folder), tied=name == "tied", seed=8)
+        oracle.write_critic(folder)
     distributed.join(rank, world_size, "127.0.0.1", port, timeout_s=120)
     for case in json.loads(sys.argv[5]):
         errors, events = run(case, Path(sys.argv[4]), rank, world_size)

@@ -4,7 +4,8 @@
 
 Modes (one, or two with a comma): ``save``, four batches straight, and in a new learner two batches and ``save``;
 ``resume``, ``load`` and the other two batches.
-A case is [name, ZeRO stage, dtype]; FOLDER/<name>/ gets ``straight.safetensors``, ``saved/`` and ``resumed.safetensors``.
+A case is [name, ZeRO stage, dtype], with a critic where the name begins with "ppo"; FOLDER/<name>/ gets
+``straight.safetensors``, ``saved/`` and ``resumed.safetensors``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.core import schema
-from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
+from slipstream.core.records import Steps, TrainBatch, TrainSample, WeightVersion
 from slipstream.trainer import distributed
 from slipstream.trainer.learner import Learner
 
@@ -44,6 +45,7 @@ def batch(number: int) -> TrainBatch:
                 advantages=(rng.gauss(0, 1),) * length,
                 behaviour_logprobs=tuple(rng.gauss(-5, 1) for _ in range(length)),
                 lag=(0,) * length,
+                steps=Steps(rewards=(*[0.0] * (length - 1), rng.gauss(0, 1)), actions=(True,) * length),
             )
         )
     tokens = float(sum(len(s.rl) for s in samples))
@@ -56,13 +58,17 @@ def batch(number: int) -> TrainBatch:
     )
 
 
-def learner_of(model: str, stage: int, dtype: str, rank: int, world_size: int) -> Learner:
+def learner_of(model: str, name: str, stage: int, dtype: str, rank: int, world_size: int) -> Learner:
+    kl = {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}
+    critic = {"optimizer": {"lr": 3e-3, "schedule": "linear", "weight_decay": 0.1}, "warmup_batches": 1}
+    ppo = {"name": "ppo", "critic": critic} if name.startswith("ppo") else {}
     recipe = schema.Recipe.model_validate(
         {
             "name": "resume",
             "model": {"path": model, "dtype": dtype},
             "data": {"source": "builtin:number_sorting"},
-            "algo": {"epochs": 2, "kl": {"coefficient": 0.1}},
+            "algo": {"epochs": 2, "kl": kl, **ppo},
+            "schedule": {"steps": 4},
             "trainer": {"ranks": world_size, "zero_stage": stage, "max_tokens_per_microbatch": 32},
         }
     )
@@ -72,17 +78,23 @@ def learner_of(model: str, stage: int, dtype: str, rank: int, world_size: int) -
 def fresh(learner: Learner) -> Learner:
     learner.begin_phase(OPTIMIZER, 8)
     learner.set_reference()
+    if learner.recipe.algo.critic is not None:
+        learner.set_critic()
     return learner
 
 
 def dump(learner: Learner, file: Path) -> None:
     """Weights, float32 weights and moments, gathered."""
     found = {}
-    for name, parameter in learner.policy.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            found[f"weight/{name}"] = parameter.detach().clone()
-        for key in ("master", "exp_avg", "exp_avg_sq"):
-            found[f"{key}/{name}"] = learner.adamw.gather(parameter, key)  # type: ignore[arg-type]
+    trained = [("", learner.policy, learner.adamw)]
+    if learner.critic is not None:
+        trained.append(("critic.", learner.critic.module, learner.critic.adamw))
+    for prefix, module, adamw in trained:
+        for name, parameter in module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[f"weight/{prefix}{name}"] = parameter.detach().clone()
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                found[f"{key}/{prefix}{name}"] = adamw.gather(parameter, key)  # type: ignore[arg-type]
     if learner.rank == 0:
         save_file(found, file)
 
@@ -122,7 +134,7 @@ def main() -> None:
             place = folder / name
             place.mkdir(exist_ok=True)
             run = straight_and_saved if mode == "save" else resumed
-            run(place, partial(learner_of, model, stage, dtype, rank, world_size))
+            run(place, partial(learner_of, model, name, stage, dtype, rank, world_size))
     distributed.leave()
 
 

@@ -53,6 +53,8 @@ def row_of(sequence: tuple[int, ...], behaviour_T: Tensor, **streams: Tensor) ->
         ce_N=zeros,
         behaviour_N=behaviour_T,
         lag_N=zeros,
+        rewards_N=zeros,
+        action_N=zeros.bool(),
         sequence_N=torch.zeros(LENGTH, dtype=torch.int64),
         lengths=(LENGTH,),
         **given,

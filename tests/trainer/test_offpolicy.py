@@ -42,6 +42,8 @@ def test_the_coupled_arm_clips_around_the_sampler_and_weighs_once() -> None:
         advantages_N=torch.tensor([1.0, 1.0, -1.0, -1.0]).double(),
         behaviour_N=behaviour.log(),
         lag_N=zeros,
+        rewards_N=zeros,
+        action_N=torch.ones(4, dtype=torch.bool),
         sequence_N=torch.zeros(4, dtype=torch.int64),
         lengths=(4,),
     )

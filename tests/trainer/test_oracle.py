@@ -22,7 +22,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "order": ("given", "reversed", "shuffled"),  # of the samples, so of their packing
     "inner": ((1, 1), (3, 1), (1, 2)),  # epochs, mini-batches
     "tied": (False, True),
-    "rule": ("grpo", "gspo", "rejecting", "loglinear", "taught"),  # see `oracle.RULES`
+    "rule": ("grpo", "gspo", "rejecting", "loglinear", "taught", "ppo"),  # see `oracle.RULES`
 }
 CASES = [  # every pair of values of every two factors occurs (`test_cases_cover_all_pairs`)
     (1, 0, 16, "given", (3, 1), True, "grpo"),
@@ -47,6 +47,10 @@ CASES = [  # every pair of values of every two factors occurs (`test_cases_cover
     (2, 3, 48, "reversed", (3, 1), True, "gspo"),
     (2, 1, 48, "reversed", (3, 1), True, "taught"),
     (2, 3, 16, "reversed", (1, 2), False, "taught"),
+    (1, 0, 16, "given", (1, 1), False, "ppo"),
+    (1, 2, 4096, "shuffled", (1, 2), True, "ppo"),
+    (2, 1, 48, "reversed", (3, 1), True, "ppo"),
+    (2, 3, 16, "reversed", (1, 2), False, "ppo"),
 ]
 SOMEWHERE = {
     "capped",
@@ -54,6 +58,8 @@ SOMEWHERE = {
     "stale",
     "cross-entropy",
     "taught",
+    "value: moves",
+    "value: clipped",
     "icepop",
     "geometric",
     "opsm",

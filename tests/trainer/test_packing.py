@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.records import TrainSample
+from slipstream.core.records import Steps, TrainSample
 from slipstream.trainer.packing import pack, partition
 
 
@@ -40,6 +41,15 @@ def test_a_row_by_hand() -> None:
     assert row.advantages_N.tolist() == [0.0, 1.0, 0.0]
     assert row.behaviour_N.tolist() == [-4.0, -2.0, -7.0]
     assert row.unpack(torch.tensor([0.5, 1.5, 2.5])) == [[0.5, 1.5], [2.5]]
+    assert row.rewards_N.tolist() == [0.0] * 3 and row.action_N.tolist() == [False] * 3, "no critic, no steps"
+
+
+def test_steps_stand_beside_their_tokens() -> None:
+    with_steps = replace(sample([1, 9], [4, 2]), steps=Steps(rewards=(-0.5, 1.0), actions=(False, True)))
+    row = pack([with_steps, sample([1], [7])])
+    assert row.rewards_N.tolist() == [-0.5, 1.0, 0.0] and row.action_N.tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=r"sample s: steps\.rewards has 1 entries, expected 2"):
+        replace(with_steps, steps=Steps(rewards=(1.0,), actions=(True, True)))
 
 
 def test_the_eos_label_stays_although_it_is_the_padding_token() -> None:

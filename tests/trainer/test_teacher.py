@@ -29,9 +29,17 @@ def test_logits_over_another_number_of_tokens_are_refused(tiny: Path, tmp_path: 
     config = json.loads((padded / "config.json").read_text())
     (padded / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
     with pytest.raises(
-        ValueError, match=r"distill\.teacher: .*padded has logits over 128 tokens, expected 64 as in the student"
+        ValueError, match=r"distill\.teacher: .*padded has a vocabulary of 128 tokens, expected 64 as in the student"
     ):
         require_same_vocabulary(padded, tiny)
+
+
+def test_a_critic_reads_the_policys_tokens(tiny: Path, tmp_path: Path) -> None:
+    padded = shutil.copytree(tiny, tmp_path / "padded")
+    config = json.loads((padded / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
+    with pytest.raises(ValueError, match=r"algo\.critic\.path: .*padded has a vocabulary of 128 tokens, .* as in the policy"):
+        require_same_vocabulary(padded, tiny, key="algo.critic.path", ours="policy")
 
 
 def test_a_tokenizer_that_numbers_its_tokens_otherwise_is_refused(tiny: Path, tmp_path: Path) -> None:
