@@ -85,7 +85,7 @@ def panels(bound: int | None) -> list[Panel]:
             share=True,
         ),
         Panel("Entropy", "Of the policy, per token.", (("loss/entropy", "entropy"),), unit="nats"),
-        Panel("Gradient norm", "Before clipping.", (("loss/grad_norm", "norm"),)),
+        Panel("Gradient norm", "Before clipping.", (("loss/grad_norm", "policy"), ("critic/grad_norm", "critic"))),
         Panel(
             "Divergence",
             "Of the policy from its reference and its teacher, and of the learner from the sampler.",
@@ -100,8 +100,8 @@ def panels(bound: int | None) -> list[Panel]:
         ),
         Panel(
             "Critic",
-            "Share of the variance of the returns that its values explain, at the start of the batch.",
-            (("critic/explained_variance", "explained variance"),),
+            "Share of the variance of the returns that its values explain before the batch, and of tokens that the clip holds.",
+            (("critic/explained_variance", "explained variance"), ("critic/clip_frac", "clipped")),
             from_zero=False,
         ),
         Panel(

@@ -63,8 +63,9 @@ def load_critic(path: Path, model: schema.Model) -> PreTrainedModel:
             f"algo.critic.path: {path} lacks {len(wrong)} tensors in the shape that a critic needs ({', '.join(wrong[:3])}); "
             "expected the weights of a policy, or of a model with one label"
         )
-    for name in missing:
-        torch.nn.init.zeros_(parameters[name])
+    for name, parameter in parameters.items():
+        # Out of the mapped file: how a tensor is aligned there decides how sums are rounded, and a checkpoint is another file.
+        parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
     if model.gradient_checkpointing:
         critic.gradient_checkpointing_enable({"use_reentrant": False})
     return critic.train()

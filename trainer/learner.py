@@ -104,11 +104,10 @@ class Learner:
         or the policy as it is now, with a value head of zeros."""
         module = load_critic(path or self.model_path, self.recipe.model)
         if path is None:
-            copies = dict(module.named_parameters())
-            for name, trained in self.policy.named_parameters():
-                with deepspeed.zero.GatheredParameters([trained]):
-                    if name in copies:
-                        copies[name].data.copy_(trained.data)
+            policy = dict(self.policy.named_parameters())
+            for name, copy in module.base_model.named_parameters(prefix=module.base_model_prefix):
+                with deepspeed.zero.GatheredParameters([policy[name]]):
+                    copy.data.copy_(policy[name].data)
         self.critic = Critic(self._trained(module), self.recipe, self.world_size)
 
     def _trained(self, module: Any) -> Any:
