@@ -37,11 +37,13 @@ def test_the_learner_is_asked_for_its_weights_before_a_next_step_can_reach_it(tm
             calls.append(f"send {version}")
             return Publication(version, 8, 0.1, 0.01, 0)
 
+    flow = Flow(Schedule(max_staleness=1, groups_per_step=1, group_size=2), WeightVersion(0, 0))
+
     async def confirmed(version: WeightVersion) -> None:
+        assert flow.confirmed == version, "the slots of its batch are free when the engines' waiters hear of it"
         calls.append(f"confirmed {version}")
 
     async def story(telemetry: Telemetry) -> None:
-        flow = Flow(Schedule(max_staleness=1, groups_per_step=1, group_size=2), WeightVersion(0, 0))
         publisher = Publisher(Recorded(), flow, telemetry, confirmed)
         async with asyncio.TaskGroup() as loops:
             for batch in (1, 2):
