@@ -151,7 +151,11 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
     if address == "local":
         wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus
         options = {"num_cpus": max(os.cpu_count() or 1, int(wanted + 0.999)), "include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as problem:  # Ray raises it bare where its node takes longer than 30 s to start
+        ray.shutdown()
+        raise RunFailed(f"Ray did not start ({problem}); is this machine busy with something else? Try again") from problem
     try:
         yield
     finally:

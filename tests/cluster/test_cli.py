@@ -95,6 +95,13 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(recipe: Path) -> None:
     assert not (recipe.parent / "runs" / "trial").exists()
 
 
+def test_a_ray_that_does_not_start_is_told_without_a_traceback(recipe: Path) -> None:
+    done = slipstream("run", recipe, "cluster.address=auto", cwd=recipe.parent)
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1 and "Ray did not start" in told and "Traceback" not in told, done.stderr
+    assert not (recipe.parent / "runs" / "trial").exists()
+
+
 @pytest.mark.parametrize("command", ["resume", "eval", "export", "report", "audit"])
 def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     done = slipstream(command, tmp_path, *(["out"] if command == "export" else []), cwd=tmp_path)
