@@ -31,7 +31,7 @@ TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, CAP = 0.2, 0.3, 1.5, 2.0
 KL_COEFFICIENT, DISTILL_COEFFICIENT = 0.1, 0.5
 ICEPOP, GEOMETRIC, OPSM_DELTA = (0.1, 9.0), (0.3, 3.0), 0.3
-GAMMA, LAM, VALUE_CLIP, CRITIC_LR, CRITIC_MAX_NORM = 0.95, 0.8, 0.05, 5e-3, 4.0
+GAMMA, LAM, VALUE_CLIP, CRITIC_LR, CRITIC_MAX_NORM = 0.95, 0.8, 0.05, 2e-3, 4.0
 LR, BETAS, EPS, DECAY, MAX_NORM = 2e-3, (0.9, 0.95), 1e-4, 0.1, 0.5
 WARMUP, MIN_RATIO = 2, 0.1
 BATCHES = 5
@@ -131,7 +131,7 @@ def _steps(rng: random.Random, rl: list[float]) -> Steps:
     """A reward on every token that the policy wrote.  Half of the tokens without RL weight it did not write; the others are
     stale."""
     actions = tuple(bool(weight) or rng.random() < 0.5 for weight in rl)
-    return Steps(rewards=tuple(rng.gauss(0, 1) if action else 0.0 for action in actions), actions=actions)
+    return Steps(rewards=tuple(rng.gauss(1, 1) if action else 0.0 for action in actions), actions=actions)
 
 
 @dataclass
