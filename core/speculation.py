@@ -11,6 +11,8 @@ from slipstream.core.section import Fraction, Positive, Problems, Rate, Section
 Method = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dflash", "medusa", "mtp"]
 WITH_DRAFT = ("draft_model", "eagle3", "dflash", "medusa")
 """Methods whose draft is a folder of weights; ``mtp`` may take one, or use the target's own layers."""
+STEPWISE = ("draft_model", "eagle3", "mtp")
+"""Methods that draft one token after the other, so that fewer tokens take less time."""
 LEARNING = ("draft_model",)
 """Methods whose draft Test-Time Speculation can train."""
 MOST_TOKENS = 128
@@ -51,6 +53,9 @@ class Speculation(Section):
 
     method: Method = "none"
     tokens: Annotated[int, Field(gt=0, le=MOST_TOKENS)] = Field(4, description="draft tokens per round")
+    lookahead: Literal["fixed", "dynamic"] = Field(
+        "fixed", description="dynamic: 0 to `tokens`, whatever writes most per second by acceptance and time so far (CPU only)"
+    )
     tokens_by_batch: list[tuple[Positive, Positive, Annotated[int, Field(ge=0, le=MOST_TOKENS)]]] = Field(
         default_factory=list, description="[fewest requests, most, draft tokens], vLLM's table; default: always `tokens`"
     )
@@ -79,6 +84,11 @@ class Speculation(Section):
         return self.on and self.tts.enabled
 
     @property
+    def tapped(self) -> bool:
+        """Whether something of ours acts in vLLM's worker, beyond counting: it stands on model runner V1."""
+        return self.learns or (self.on and self.lookahead == "dynamic")
+
+    @property
     def lossy(self) -> bool:
         """Whether responses may differ in law from the policy's own."""
         return self.rejection == "synthetic"
@@ -105,6 +115,8 @@ class Speculation(Section):
             found.append(("universal", f"got true with method {self.method}, expected draft_model: only it maps tokens"))
         if self.lookup_min > self.lookup_max:
             found.append(("lookup_min", f"got {self.lookup_min}, expected at most lookup_max = {self.lookup_max}"))
+        if self.lookahead == "dynamic" and self.method not in STEPWISE:
+            found.append(("lookahead", f"got dynamic with method {self.method}, expected {' or '.join(STEPWISE)}"))
         for first, last, tokens in self.tokens_by_batch:
             if first > last or tokens > self.tokens:
                 found.append(

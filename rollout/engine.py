@@ -110,7 +110,7 @@ class Engine:
         require_runnable(rollout.speculation, model_path, draft_path, on_gpu=torch.cuda.is_available())
         arguments = engine_args(model_path, model, rollout, max_length, seed, transport)
         arguments.speculative_config = speculative_config(rollout.speculation, draft_path, rollout.tensor_parallel)
-        if rollout.speculation.learns:
+        if rollout.speculation.tapped:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the taps stand on runner V1
             arguments.async_scheduling = False  # or the host's token ids are placeholders when a verdict falls
         llm = AsyncLLM.from_engine_args(arguments)
@@ -133,7 +133,9 @@ class Engine:
                 "tokens": speculation.tokens,
                 "state": str(draft_state) if draft_state is not None else None,
             }
-        watching = await self._llm.collective_rpc("slipstream_watch_drafts", args=(self._sampling.max_tokens, learning))
+        most = speculation.tokens if speculation.lookahead == "dynamic" else None
+        arguments = (self._sampling.max_tokens, most, learning)
+        watching = await self._llm.collective_rpc("slipstream_watch_drafts", args=arguments)
         self._watched = all(watching)
 
     async def connect(self, init_info: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from vllm.triton_utils.dispatcher import register_kernels
 
 from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
+from slipstream.rollout.speculation.lookahead import Lookahead
 from slipstream.rollout.speculation.runner_v1 import RunnerV1
 from slipstream.rollout.speculation.student import DraftModelStudent
 from slipstream.rollout.speculation.tap import Tap
@@ -166,17 +167,19 @@ class WorkerExtension:
     model_runner: Any
     use_v2_model_runner: bool
 
-    def slipstream_watch_drafts(self, response_limit: int, learning: dict[str, Any] | None = None) -> bool:
+    def slipstream_watch_drafts(self, response_limit: int, most: int | None, learning: dict[str, Any] | None) -> bool:
         """Begin to count verdicts on drafts; False where the runner is one that nothing here can watch (V2).
 
-        ``learning``: ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``,
-        the folder of ``slipstream_save_draft`` to go on from.
+        ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``settings``
+        (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder of
+        ``slipstream_save_draft`` to go on from.
         """
         if self.use_v2_model_runner:
-            assert learning is None, "Engine.start pins model runner V1 for a draft that learns"
+            assert learning is None and most is None, "Engine.start pins model runner V1 for these"
             return False
         runner = RunnerV1(self.model_runner)
-        self.slipstream_tap = Tap(runner, response_limit, self.slipstream_updater(runner, **learning) if learning else None)
+        updater = self.slipstream_updater(runner, **learning) if learning else None
+        self.slipstream_tap = Tap(runner, response_limit, updater, Lookahead(most) if most else None)
         return True
 
     def slipstream_updater(

@@ -63,6 +63,7 @@ class Acceptance:
         """
         found: Metrics = {"draft/rounds": Sum(self.rounds), "draft/accepted": Sum(self.accepted)}
         if rounds := self.rounds:
+            found["draft/tokens"] = Mean(self.drafted / rounds, rounds)
             found["draft/acceptance_length"] = Mean(1 + self.accepted / rounds, rounds)
             for k in range(1, len(self.rounds_by_accepted)):
                 found[f"draft/acceptance_pos_{k}"] = Mean(self.at_least(k) / rounds, rounds)

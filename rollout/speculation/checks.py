@@ -46,6 +46,8 @@ def _of_device(speculation: Speculation, on_gpu: bool) -> Problems:
     found: Problems = []
     if not on_gpu and speculation.rejection != "standard":
         found.append(("rejection", f"got {speculation.rejection}, expected standard: vLLM's CPU kernels have no other"))
+    if on_gpu and speculation.lookahead == "dynamic":
+        found.append(("lookahead", "got dynamic, expected fixed: times of a GPU's rounds are not measured yet"))
     if speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         found.append(("method", f"got suffix, which needs Arctic Inference: `pip install {_ARCTIC}`; ngram needs nothing"))
     return found

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.rollout.speculation.lookahead import Lookahead
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -99,6 +101,36 @@ class RunnerV1:
                 self.busy_s += time.perf_counter() - start
 
         return timed
+
+    def look_ahead(self, lookahead: Lookahead) -> None:
+        """Let ``lookahead`` say how many tokens each proposal drafts, up to what vLLM asks for, and tell it what rounds take.
+
+        Only rounds of pure decoding tell times, and only on a CPU, where a call returns when its work is done.
+        """
+        execute, propose = self._runner.execute_model, self._runner.drafter.propose
+        verified: tuple[int, float] | None = None
+
+        def timed_execute(scheduled: Any, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal verified
+            start = time.perf_counter()
+            output = execute(scheduled, *arguments, **keywords)
+            drafts = scheduled.scheduled_spec_decode_tokens
+            decoding = all(n == 1 + len(drafts.get(name, ())) for name, n in scheduled.num_scheduled_tokens.items())
+            total = scheduled.total_num_scheduled_tokens
+            verified = (total, time.perf_counter() - start) if decoding and total else None
+            return output
+
+        def chosen_propose(*arguments: Any, **keywords: Any) -> Any:
+            requests = keywords["common_attn_metadata"].batch_size()
+            keywords["num_speculative_tokens"] = min(keywords["num_speculative_tokens"], lookahead.choose(requests))
+            start = time.perf_counter()
+            drafted = propose(*arguments, **keywords)
+            if verified is not None:
+                lookahead.took(*verified, drafted.numel(), time.perf_counter() - start)
+            return drafted
+
+        self._runner.execute_model = timed_execute
+        self._runner.drafter.propose = chosen_propose
 
     def _round(self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling: Any, sampled: Tensor) -> Round:
         batch = self._runner.input_batch

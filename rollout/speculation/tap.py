@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.speculation.acceptance import QUARTERS
+from slipstream.rollout.speculation.lookahead import Lookahead
 from slipstream.rollout.speculation.runner_v1 import Round, RunnerV1
 from slipstream.rollout.speculation.updater import Updater
 
@@ -13,12 +14,17 @@ from slipstream.rollout.speculation.updater import Updater
 class Tap:
     """Listens to every verification.  ``response_limit`` is ``sampling.max_tokens``."""
 
-    def __init__(self, runner: RunnerV1, response_limit: int, updater: Updater | None = None) -> None:
+    def __init__(
+        self, runner: RunnerV1, response_limit: int, updater: Updater | None = None, lookahead: Lookahead | None = None
+    ) -> None:
         self._runner = runner
         self._limit = response_limit
         self._rounds = [0] * QUARTERS
         self._accepted = [0] * QUARTERS
         self._updater = updater
+        self._lookahead = lookahead
+        if lookahead is not None:
+            runner.look_ahead(lookahead)
         runner.after_verification(self.observe)
 
     def observe(self, verification: Round) -> None:
@@ -26,6 +32,8 @@ class Tap:
             quarter = min((one.length - one.prompt_length) * QUARTERS // self._limit, QUARTERS - 1)
             self._rounds[quarter] += 1
             self._accepted[quarter] += one.accepted
+            if self._lookahead is not None:
+                self._lookahead.judged(one.drafted, one.accepted)
         if self._updater is not None:
             self._updater.observe(verification, self._runner.running())
 

@@ -81,3 +81,13 @@ def test_a_draft_with_another_tokenizer(speculating, tiny: Path, translated: Pat
     counters = engine.acceptance()
     assert counters.rounds_by_accepted[3] > 5 * len(PROMPTS) and sum(counters.rounds_by_accepted[:3]) <= len(PROMPTS)
     require_exact(engine)
+
+
+@pytest.mark.slow
+def test_a_lookahead_that_changes(speculating, tiny: Path, small_draft: Path) -> None:
+    """From no draft to four, as times and verdicts have it; exact throughout."""
+    speculation = Speculation(method="draft_model", draft=str(small_draft), tokens=4, lookahead="dynamic")
+    engine = speculating(tiny, speculation, small_draft, "test-lookahead")
+    require_exact(engine)
+    counters = engine.acceptance()
+    assert counters.rounds > 0 and counters.drafted < 4 * counters.rounds

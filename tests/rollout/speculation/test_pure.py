@@ -117,6 +117,7 @@ def test_acceptance_by_hand() -> None:
     assert values(now.minus(start).metrics()) == {
         "draft/rounds": 10,
         "draft/accepted": 7,
+        "draft/tokens": 2.0,
         "draft/acceptance_length": pytest.approx(1.7),
         "draft/acceptance_pos_1": pytest.approx(0.5),
         "draft/acceptance_pos_2": pytest.approx(0.2),
