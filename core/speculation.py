@@ -13,7 +13,7 @@ WITH_DRAFT = ("draft_model", "eagle3", "dflash", "medusa")
 """Methods whose draft is a folder of weights; ``mtp`` may take one, or use the target's own layers."""
 STEPWISE = ("draft_model", "eagle3", "mtp")
 """Methods that draft one token after the other, so that fewer tokens take less time."""
-LEARNING = ("draft_model",)
+LEARNING = ("draft_model", "eagle3", "dflash")
 """Methods whose draft Test-Time Speculation can train."""
 MOST_TOKENS = 128
 """vLLM's own limit of draft tokens per round."""

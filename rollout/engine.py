@@ -128,6 +128,7 @@ class Engine:
         speculation, learning = self._speculation, None
         if speculation.learns:
             learning = {
+                "method": speculation.method,
                 "settings": speculation.tts.model_dump(mode="json"),
                 "folder": str(draft_path),
                 "tokens": speculation.tokens,

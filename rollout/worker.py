@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import vllm
@@ -25,9 +25,11 @@ from vllm.triton_utils.dispatcher import register_kernels
 
 from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
+from slipstream.rollout.speculation.dflash import DFlashStudent
+from slipstream.rollout.speculation.eagle3 import Eagle3Student
 from slipstream.rollout.speculation.lookahead import Lookahead
 from slipstream.rollout.speculation.runner_v1 import RunnerV1
-from slipstream.rollout.speculation.student import DraftModelStudent
+from slipstream.rollout.speculation.student import DraftModelStudent, Student
 from slipstream.rollout.speculation.tap import Tap
 from slipstream.rollout.speculation.updater import Updater
 
@@ -160,6 +162,18 @@ for name, engine in {"mapped": MappedWeights, "plain_ipc": IpcWeights}.items():
         WeightTransferEngineFactory.register_engine(name, engine)
 
 
+def make_student(method: str, folder: Path, runner: RunnerV1, train: Literal["all", "body"], tokens: int) -> Student:
+    """The trainable copy of the draft that ``runner`` has loaded from ``folder``."""
+    borrowed, device, vocabulary = runner.borrowed(), runner.device, runner.vocabulary
+    if method == "eagle3":
+        return Eagle3Student(folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary)
+    if method == "dflash":
+        head = DFlashStudent(folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary)
+        head.drafted = tokens
+        return head
+    return DraftModelStudent(folder, device, train=train, frozen=borrowed.keys())
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker.  Importing it brings the repairs and the engines above into that process; its methods are
     called by name (``Engine``), so they carry ours."""
@@ -170,9 +184,9 @@ class WorkerExtension:
     def slipstream_watch_drafts(self, response_limit: int, most: int | None, learning: dict[str, Any] | None) -> bool:
         """Begin to count verdicts on drafts; False where the runner is one that nothing here can watch (V2).
 
-        ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``settings``
-        (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder of
-        ``slipstream_save_draft`` to go on from.
+        ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``method``,
+        ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder
+        of ``slipstream_save_draft`` to go on from.
         """
         if self.use_v2_model_runner:
             assert learning is None and most is None, "Engine.start pins model runner V1 for these"
@@ -183,10 +197,10 @@ class WorkerExtension:
         return True
 
     def slipstream_updater(
-        self, runner: RunnerV1, settings: dict[str, Any], folder: str, tokens: int, state: str | None
+        self, runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, state: str | None
     ) -> Updater:
         chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
-        student = DraftModelStudent(Path(folder), runner.device, train=chosen.train, frozen=runner.shared())
+        student = make_student(method, Path(folder), runner, chosen.train, tokens)
 
         def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             runner.draft.load_weights(weights)

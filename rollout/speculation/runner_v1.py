@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,27 @@ class Round:
     """Prompt and response of a request, this round's tokens included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A request's share of a forward of the target: positions from ``start`` on, in ``rows`` of the hidden states."""
+
+    request_id: str
+    start: int
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward of the target: the hidden states that its draft reads, of each layer in turn [T, H]."""
+
+    parts: Sequence[Part]
+    states: Sequence[Tensor]
+
+    def features(self, part: Part) -> Tensor:
+        """[n, layers · H] of a request, side by side as the draft reads them."""
+        return torch.cat([state_TH[part.rows] for state_TH in self.states], dim=-1).float()
+
+
 class RunnerV1:
     """Hooks on a ``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` (and its CPU subclass); nothing of vLLM is edited."""
 
@@ -70,10 +91,21 @@ class RunnerV1:
     def device(self) -> torch.device:
         return self._runner.device
 
-    def shared(self) -> set[str]:
-        """Names of the draft's parameters that are the target's own, by identity."""
+    @property
+    def vocabulary(self) -> int:
+        return self._runner.model_config.get_vocab_size()
+
+    def borrowed(self) -> dict[str, Tensor]:
+        """Parameters of the draft that are the target's own, by identity, under the names of the draft's checkpoint."""
         own = {id(parameter) for parameter in self.target.parameters()}
-        return {name for name, parameter in self.draft.named_parameters() if id(parameter) in own}
+        shared = {name: p for name, p in self.draft.named_parameters(remove_duplicate=False) if id(p) in own}
+        return {
+            name.removeprefix("model.") if self._is_head else name: p.detach()[: self.vocabulary] for name, p in shared.items()
+        }
+
+    @property
+    def _is_head(self) -> bool:
+        return self._runner.speculative_config.method != "draft_model"
 
     def running(self) -> set[str]:
         return set(self._runner.input_batch.req_id_to_index)
@@ -86,6 +118,27 @@ class RunnerV1:
             listener(self._round(metadata, draft_probs, logits, sampling, output.sampled_token_ids))
 
         self._runner.rejection_sampler.register_forward_hook(hook)
+
+    def after_forward(self, listener: Callable[[Forward], None]) -> None:
+        """Call ``listener`` after each forward of a target whose draft reads hidden states, before it is verified."""
+        execute = self._runner.execute_model
+
+        def observed(scheduled: Any, *arguments: Any, **keywords: Any) -> Any:
+            output = execute(scheduled, *arguments, **keywords)
+            state = self._runner.execute_model_state
+            if state is not None and state.aux_hidden_states is not None:
+                listener(Forward(self._parts(scheduled.num_scheduled_tokens), state.aux_hidden_states))
+            return output
+
+        self._runner.execute_model = observed
+
+    def _parts(self, scheduled: Mapping[str, int]) -> list[Part]:
+        batch, parts, row = self._runner.input_batch, [], 0
+        for slot, request_id in enumerate(batch.req_ids):
+            count = scheduled[request_id]
+            parts.append(Part(request_id, int(batch.num_computed_tokens_cpu[slot]), slice(row, row + count)))
+            row += count
+        return parts
 
     def measure(self) -> None:
         """Count the seconds of every step of the runner in ``busy_s``."""

@@ -25,6 +25,8 @@ class Tap:
         self._lookahead = lookahead
         if lookahead is not None:
             runner.look_ahead(lookahead)
+        if updater is not None and updater.reads_features:
+            runner.after_forward(updater.read)
         runner.after_verification(self.observe)
 
     def observe(self, verification: Round) -> None:

@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.distill.divergences import forward_kl
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
-from slipstream.rollout.speculation.runner_v1 import Judged, Round
-from slipstream.rollout.speculation.student import DraftModelStudent, Prefix
+from slipstream.rollout.speculation.runner_v1 import Forward, Judged, Round
+from slipstream.rollout.speculation.student import Followed, Lesson, Student
 from slipstream.rollout.speculation.watchdog import Watchdog
 
 log = logging.getLogger("slipstream")
@@ -33,28 +32,6 @@ SNAPSHOT_EVERY = 20
 """Updates between two snapshots of the draft.  The kill switch restores the last but one, which has proved itself."""
 
 
-@dataclass(slots=True)
-class Lesson:
-    """What one round taught about one request: rows k = 1.. whose draft prefix was accepted, the first rejected one included.
-
-    Row k was predicted from the token at ``start`` + k − 1; logits are divided by the temperature.
-    """
-
-    start: int
-    temperature: float
-    target_KV: Tensor
-    proposed_KV: Tensor | None
-
-
-@dataclass(slots=True)
-class Followed:
-    """A request whose rounds are learnt from."""
-
-    prefix: Prefix = field(default_factory=Prefix)
-    lessons: list[Lesson] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-
 class Updater:
     """Sees every round (``observe``), and updates and publishes the draft between two of them.
 
@@ -65,7 +42,7 @@ class Updater:
     def __init__(
         self,
         settings: TestTimeSpeculation,
-        student: DraftModelStudent,
+        student: Student,
         publish: Publish,
         busy_s: Callable[[], float],
         *,
@@ -104,6 +81,10 @@ class Updater:
             )
         return min(fitting, settings.max_requests)
 
+    @property
+    def reads_features(self) -> bool:
+        return self._student.reads_features
+
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self._student.parameters(), lr=self.lr)
 
@@ -130,12 +111,22 @@ class Updater:
             self._last_s = time.perf_counter() - started
             self.update_s += self._last_s
 
+    def read(self, forward: Forward) -> None:
+        """Keep the hidden states of followed requests; for a student that reads them, following begins at the first token."""
+        with torch.inference_mode(False), torch.no_grad():
+            for one in forward.parts:
+                request = self._followed.get(one.request_id)
+                if one.start == 0 and len(self._followed) < self._capacity:
+                    request = self._followed[one.request_id] = Followed()  # anew where it was preempted
+                if request is not None and not request.append(one.start, forward.features(one)):
+                    del self._followed[one.request_id]
+
     def _follow(self, verification: Round, running: set[str]) -> None:
         for request_id in [known for known in self._followed if known not in running]:
             del self._followed[request_id]
         for one in verification.judged:
             request = self._followed.get(one.request_id)
-            if request is None and len(self._followed) < self._capacity:
+            if request is None and len(self._followed) < self._capacity and not self._student.reads_features:
                 request = self._followed[one.request_id] = Followed()
             if request is not None and verification.probs_RV is not None:
                 if self._settings.rounds == "latest":
@@ -145,11 +136,16 @@ class Updater:
 
     def _lesson(self, one: Judged, verification: Round) -> Lesson:
         rows = slice(one.first_row, one.first_row + min(one.accepted + 1, one.drafted))
-        target_KV = verification.logits_RV[rows].float() / one.temperature
+        target_KV = self._of_draft(verification.logits_RV[rows]).float() / one.temperature
         proposed_KV = None
         if self._settings.proximal or not self._verified:
-            proposed_KV = verification.probs_RV[rows].clamp_min(torch.finfo(torch.float32).tiny).log()  # type: ignore[index]
+            proposed_KV = self._of_draft(verification.probs_RV[rows]).clamp_min(torch.finfo(torch.float32).tiny).log()  # type: ignore[index]
         return Lesson(one.length - 1, one.temperature, target_KV, proposed_KV)
+
+    def _of_draft(self, values_KV: Tensor) -> Tensor:
+        """The columns of tokens that the draft can propose: what the target would do among them is all that it can learn."""
+        ids = self._student.token_ids
+        return values_KV if ids is None else values_KV[:, ids]
 
     def _affordable(self) -> bool:
         """Whether another update as long as the last keeps the share of updates in the engine's time."""
@@ -163,22 +159,15 @@ class Updater:
     # ---- an update
 
     def _learnt(self) -> Iterator[tuple[Tensor, Lesson]]:
-        """Logits of the student [K, V] for each lesson, which thereby is used up; prefixes move on to their ends."""
+        """Logits of the student [K, V], at the temperature, for each lesson, which thereby is used up."""
         requests = [request for request in self._followed.values() if request.lessons]
         if not requests:
             return
-        new: list[list[int]] = []
-        for request in requests:
-            first, last = request.lessons[0].start, request.lessons[-1]
-            self._student.extend(request.prefix, request.tokens[request.prefix.length : first])
-            new.append(request.tokens[request.prefix.length : last.start + len(last.target_KV)])
-        starts = [request.prefix.length for request in requests]
-        logits = self._student.logits([request.prefix for request in requests], new)
-        for request, start, logits_TV in zip(requests, starts, logits, strict=True):
-            for lesson in request.lessons:
-                begin = lesson.start - start
-                yield logits_TV[begin : begin + len(lesson.target_KV)] / lesson.temperature, lesson
+        for request, rows in zip(requests, self._student.rows(requests), strict=True):
+            for lesson, logits_KV in zip(request.lessons, rows, strict=True):
+                yield logits_KV / lesson.temperature, lesson
             request.lessons = []
+            request.trim()
 
     def _verify(self) -> None:
         """Compare the student with what the engine's draft proposed, before anything is learnt: they must be one model."""

@@ -54,7 +54,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ("draft: somewhere", "draft", "acts only with a rollout.speculation.method"),
         ("tts: {enabled: true}", "tts.enabled", "acts only with a rollout.speculation.method"),
         ("method: ngram, draft: somewhere", "draft", "drafts from the text so far; remove it"),
-        ("method: ngram, tts: {enabled: true}", "tts.enabled", "got true with method ngram, expected draft_model"),
+        (
+            "method: ngram, tts: {enabled: true}",
+            "tts.enabled",
+            "got true with method ngram, expected draft_model or eagle3 or dflash",
+        ),
         ("method: draft_model, draft: d, universal: true, sample: probabilistic", "sample", "expected greedy"),
         ("method: draft_model, draft: d, universal: true, tts: {enabled: true}", "tts.enabled", "greedy drafts"),
         ("method: ngram, synthetic_length: 2.0", "synthetic_length", "goes with rejection: synthetic"),
