@@ -3,60 +3,28 @@
 Li et al. 2025, "EAGLE-3", arXiv 2503.01840.  Parameters have the names of the checkpoints that vLLM loads (``fc``,
 ``midlayer``, ``norm``, ``lm_head``, ``d2t``), so a state dict goes either way.  The embedding is the target's, never trained.
 
-Shapes: S context positions and A anchors, of any number of sequences in one row; P positions before them whose keys and values
-are known; K draft steps; H hidden size, F = 3 · H target features; V the head's own (draft) vocabulary.
+Shapes are those of ``context``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from slipstream.rollout.speculation.context import Context, Past, Unrolled, visible, with_past
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 UNSUPPORTED = {"norm_before_fc": False, "fc_norm": False, "attention_bias": False, "logit_scale": 1.0}
 """Variants of the head that the twin does not have, and the only value of each that it takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """Keys and values of earlier positions, as the weights of their time made them; they get no gradient."""
-
-    keys_PND: Float[Tensor, "P N D"]
-    values_PND: Float[Tensor, "P N D"]
-    sequence_P: Int[Tensor, " P"]
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What the target has committed.  Entry s is the position of a token, with the features that the target had there.
-
-    ``next_ids_S``: the token *after* it, since EAGLE looks one token ahead of its features.  ``sequence_S`` says to which
-    sequence an entry belongs; within one, entries stand in order, and all of ``past`` comes before them.
-    """
-
-    next_ids_S: Int[Tensor, " S"]
-    features_SF: Float[Tensor, "S F"]
-    positions_S: Int[Tensor, " S"]
-    sequence_S: Int[Tensor, " S"]
-    past: Past | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Unrolled:
-    """``logits_KAV[k, a]``: of the (k + 1)-th draft token after anchor a.  ``past``: of the context, to go on from later."""
-
-    logits_KAV: Float[Tensor, "K A V"]
-    past: Past
 
 
 class Eagle3Head(nn.Module):
@@ -97,11 +65,11 @@ class Eagle3Head(nn.Module):
         features_SH = self.fc(context.features_SF)
         rotation = self.rotary(features_SH, context.positions_S[None])
         query, own = self.midlayer.project(F.embedding(context.next_ids_S, embedding), features_SH, rotation)
-        known, known_sequence = _with_past(own, context)
-        hidden_SH = self.midlayer.rest(query, known, _causal(context, known_sequence), features_SH)
+        known = with_past(own, context, layer=0)
+        hidden_SH = self.midlayer.rest(query, known, visible(context), features_SH)
         outputs = [self.norm(hidden_SH[anchors_A])]
         hidden_AH = self._carried(hidden_SH[anchors_A], outputs[0])
-        up_to_anchor = _causal(context, known_sequence)[anchors_A]
+        up_to_anchor = visible(context)[anchors_A]
         steps: list[tuple[Tensor, Tensor]] = []
         for j in range(drafts_AJ.shape[1]):
             rotation = self.rotary(hidden_AH, context.positions_S[anchors_A][None] + j + 1)
@@ -113,7 +81,7 @@ class Eagle3Head(nn.Module):
             hidden_AH = self._carried(hidden_AH, outputs[-1])
         return Unrolled(
             logits_KAV=self.lm_head(torch.stack(outputs)),
-            past=Past(own[0].detach(), own[1].detach(), context.sequence_S),
+            past=Past((own[0].detach(),), (own[1].detach(),), context.sequence_S),
         )
 
     def _carried(self, hidden: Tensor, normed: Tensor) -> Tensor:
@@ -251,19 +219,3 @@ def _problems(config: LlamaConfig) -> list[str]:
         if (got := getattr(config, key, only)) != only:
             found.append(f"{key}: got {got}, expected {only}")
     return found
-
-
-def _with_past(own: tuple[Tensor, Tensor], context: Context) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Keys and values of the past and of the context, ``[M = P + S, …]``, and their sequences."""
-    if context.past is None:
-        return own, context.sequence_S
-    past = context.past
-    known = torch.cat([past.keys_PND, own[0]]), torch.cat([past.values_PND, own[1]])
-    return known, torch.cat([past.sequence_P, context.sequence_S])
-
-
-def _causal(context: Context, known_sequence_M: Tensor) -> Tensor:
-    """``[S, M]``: which known positions a position of the context sees, its own among them."""
-    s, m = len(context.sequence_S), len(known_sequence_M)
-    earlier = torch.ones(s, m, dtype=torch.bool, device=known_sequence_M.device).tril(diagonal=m - s)
-    return earlier & (context.sequence_S[:, None] == known_sequence_M[None])

@@ -5,9 +5,11 @@ Shapes: T tokens of one sample, A anchors (positions whose draft is trained), K 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
@@ -15,9 +17,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
+from slipstream.core.speculation import Speculation
 from slipstream.distill.divergences import forward_kl
-from slipstream.rollout.speculation.eagle3 import Context, Eagle3Head
+from slipstream.rollout.speculation.context import Context
+from slipstream.rollout.speculation.eagle3 import Eagle3Head, new_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,10 @@ class Trainee(Protocol):
         """
         ...
 
+    def save(self, folder: Path) -> None:
+        """A folder that vLLM loads."""
+        ...
+
 
 class DraftModel:
     """A small causal language model with the policy's vocabulary.  A later step is the first step of a later anchor."""
@@ -86,6 +95,9 @@ class DraftModel:
         anchors_A = torch.arange(seen.prompt_length - 1, len(seen.ids_T) - steps)
         logits_TV = self.model(seen.ids_T[None], use_cache=False).logits[0]
         return torch.stack([logits_TV[anchors_A + k] for k in range(steps)]), anchors_A
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
 
 
 class Eagle3:
@@ -113,6 +125,63 @@ class Eagle3:
         anchors_A = torch.arange(seen.prompt_length - 1, length - 1 - steps)
         drafts_AJ = seen.ids_T[anchors_A[:, None] + 2 + torch.arange(steps - 1)]
         return self.head(context, self._embedding, anchors_A, drafts_AJ).logits_KAV, anchors_A + 1
+
+    def save(self, folder: Path) -> None:
+        self.head.save(folder)
+
+
+def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]) -> Trainee:
+    """An untrained draft for ``policy`` as ``speculation.training`` describes it.  Raises ValueError where it cannot be."""
+    training, config = speculation.training, policy.config.get_text_config()
+    if speculation.method == "eagle3":
+        ids = frequent_tokens(samples, config.vocab_size, training.vocabulary)
+        return Eagle3(
+            new_head(policy, training.features or default_features(config.num_hidden_layers), ids),
+            policy.get_input_embeddings().weight,
+        )
+    if training.first_layers is not None:
+        return DraftModel(first_layers(policy, training.first_layers))
+    torch.manual_seed(0)
+    smaller = copy.deepcopy(policy.config)
+    smaller.update(
+        {
+            "hidden_size": training.hidden_size,
+            "intermediate_size": 4 * training.hidden_size,
+            "num_hidden_layers": training.layers,
+            "num_attention_heads": training.heads,
+            "num_key_value_heads": training.heads,
+            "head_dim": training.hidden_size // training.heads,
+            "layer_types": None,
+        }
+    )
+    return DraftModel(AutoModelForCausalLM.from_config(smaller, dtype=torch.float32))
+
+
+def first_layers(policy: Any, count: int) -> Any:
+    """A copy of the policy without its later layers."""
+    config = copy.deepcopy(policy.config)
+    if not 0 < count < config.num_hidden_layers:
+        raise ValueError(
+            f"rollout.speculation.training.first_layers: got {count}, expected less than the policy's {config.num_hidden_layers}"
+        )
+    config.update({"num_hidden_layers": count, "layer_types": None})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing = model.load_state_dict(policy.state_dict(), strict=False).missing_keys
+    assert not missing, f"the policy has no {missing}"
+    return model
+
+
+def default_features(layers: int) -> tuple[int, int, int]:
+    """Layers whose inputs an EAGLE-3 head reads: an early, a middle and a late one, as in vLLM."""
+    return (min(2, layers - 1), layers // 2, max(layers - 3, 1))
+
+
+def frequent_tokens(samples: Sequence[Sample], vocabulary: int, size: int | None) -> Int[Tensor, " V"]:
+    """Ids, ascending, of the ``size`` tokens that samples have most often, the lowest first where they are as frequent."""
+    if size is None or size >= vocabulary:
+        return torch.arange(vocabulary)
+    counts = torch.bincount(torch.tensor([token for sample in samples for token in sample.ids]), minlength=vocabulary)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 @torch.no_grad()

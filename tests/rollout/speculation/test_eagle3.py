@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from slipstream.rollout.speculation.eagle3 import Context, Eagle3Head, new_head
+from slipstream.rollout.speculation.context import Context
+from slipstream.rollout.speculation.eagle3 import Eagle3Head, new_head
 
 VOCABULARY, HIDDEN, LAYERS = 40, 32, (1, 2, 3)
 
@@ -102,7 +103,7 @@ def test_a_context_behind_cached_keys_and_values_is_the_whole_context(head: Eagl
     rest = Context(*(getattr(context, f)[4:] for f in ("next_ids_S", "features_SF", "positions_S", "sequence_S")), past)
     cut = head(rest, embedding, torch.tensor([2]), torch.tensor([[1, 2, 3]]))
     torch.testing.assert_close(cut.logits_KAV, whole.logits_KAV, rtol=1e-5, atol=1e-5)
-    assert len(past.keys_PND) == 4 and not past.keys_PND.requires_grad
+    assert len(past.keys[0]) == 4 and not past.keys[0].requires_grad
 
 
 def test_sequences_in_one_row_do_not_see_each_other(head: Eagle3Head, target: LlamaForCausalLM) -> None:
