@@ -162,7 +162,8 @@ def first_layers(policy: Any, count: int) -> Any:
     config = copy.deepcopy(policy.config)
     if not 0 < count < config.num_hidden_layers:
         raise ValueError(
-            f"rollout.speculation.training.first_layers: got {count}, expected less than the policy's {config.num_hidden_layers}"
+            f"rollout.speculation.training.first_layers: got {count}, expected 1 to {config.num_hidden_layers - 1}: the policy "
+            f"has {config.num_hidden_layers}"
         )
     config.update({"num_hidden_layers": count, "layer_types": None})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
