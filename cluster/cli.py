@@ -207,7 +207,7 @@ def draft_train(
 ) -> None:
     """Make the draft that `rollout.speculation` names, from the policy's own responses.
 
-    [dim]slipstream draft train recipes/smollm2_grpo.yaml rollout.speculation.method=eagle3 rollout.speculation.draft=models/head[/]
+    [dim]slipstream draft train recipes/smollm2_grpo.yaml "rollout.speculation={method: eagle3, draft: models/head}"[/]
     """
     import os
 
