@@ -35,7 +35,7 @@ class Lookahead:
         self._costs: dict[int, _Costs] = defaultdict(lambda: _Costs(most))
 
     def observe(self, batch: int, drafted: int, accepted: Sequence[int], seconds: float) -> None:
-        """A round of ``batch`` requests with ``drafted`` draft tokens each, of which ``accepted`` (one number per request) held."""
+        """A round of ``batch`` requests with ``drafted`` draft tokens each, ``accepted`` of them held, a number per request."""
         for k in range(drafted):
             reached = sum(a >= k for a in accepted)
             self._tried[k] = MEMORY * self._tried[k] + reached
