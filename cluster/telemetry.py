@@ -120,6 +120,10 @@ class Telemetry:
             "offpolicy/ess": Mean,
             "offpolicy/sampler_kl": Mean,
             "staleness/kv_mean": Mean,
+            "draft/rounds": Sum,
+            "draft/accepted": Sum,
+            "draft/updates": Sum,
+            "draft/kills": Sum,
         }
         found: Metrics = {name: kind(float(plain[name])) for name, kind in kinds.items() if name in plain}
         if "staleness/token_hist" in plain:
@@ -162,6 +166,7 @@ def summarise(
     throughput: Mapping[str, float],
     publishes: int,
     resumes: int,
+    draft: Mapping[str, Any],
 ) -> dict[str, Any]:
     """``summary.json`` (section 4 of the design).  Times are of this process's attempt, counts of the whole run."""
     wall = time.time() - telemetry.started
@@ -196,7 +201,7 @@ def summarise(
             "ess_mean": _finite(telemetry.total("offpolicy/ess")),
             "sampler_kl_mean": _finite(telemetry.total("offpolicy/sampler_kl")),
         },
-        "draft": {"method": None, "acceptance_length": None, "updates": 0},
+        "draft": dict(draft),
         "throughput": dict(throughput),
         "idle": dict(idle),
         "weights": {

@@ -6,8 +6,11 @@ built after that, so registering ours at import is early enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +23,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import register_kernels
 
+from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
+from slipstream.rollout.speculation.runner_v1 import RunnerV1
+from slipstream.rollout.speculation.student import DraftModelStudent
+from slipstream.rollout.speculation.tap import Tap
+from slipstream.rollout.speculation.updater import Updater
 
 REPAIRED_VERSION = "0.32.0"
 
@@ -152,4 +160,58 @@ for name, engine in {"mapped": MappedWeights, "plain_ipc": IpcWeights}.items():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker.  Importing it is what counts: it brings the repairs and the engines above into that process."""
+    """Mixed into vLLM's worker.  Importing it brings the repairs and the engines above into that process; its methods are
+    called by name (``Engine``), so they carry ours."""
+
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def slipstream_watch_drafts(self, response_limit: int, learning: dict[str, Any] | None = None) -> bool:
+        """Begin to count verdicts on drafts; False where the runner is one that nothing here can watch (V2).
+
+        ``learning``: ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``,
+        the folder of ``slipstream_save_draft`` to go on from.
+        """
+        if self.use_v2_model_runner:
+            assert learning is None, "Engine.start pins model runner V1 for a draft that learns"
+            return False
+        runner = RunnerV1(self.model_runner)
+        self.slipstream_tap = Tap(runner, response_limit, self.slipstream_updater(runner, **learning) if learning else None)
+        return True
+
+    def slipstream_updater(
+        self, runner: RunnerV1, settings: dict[str, Any], folder: str, tokens: int, state: str | None
+    ) -> Updater:
+        chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
+        student = DraftModelStudent(Path(folder), runner.device, train=chosen.train, frozen=runner.shared())
+
+        def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            runner.draft.load_weights(weights)
+            if current_platform.is_cpu():
+                repack(runner.draft)
+
+        runner.measure()
+        updater = Updater(chosen, student, publish, lambda: runner.busy_s, tokens=tokens, max_length=runner.max_length)
+        if state is not None:
+            updater.load(Path(state))
+        return updater
+
+    def slipstream_new_policy(self, batch: int) -> None:
+        """The target holds the weights of another batch from now on."""
+        self.slipstream_tap.new_policy(batch)
+
+    def slipstream_save_draft(self, folder: str) -> None:
+        """Write down a draft that learns, for ``state`` of a later start."""
+        self.slipstream_tap.save(Path(folder))
+
+    def slipstream_draft_report(self) -> dict[str, Any]:
+        """Counters since ``slipstream_watch_drafts``."""
+        return self.slipstream_tap.report()
+
+    def slipstream_target_sha256(self) -> str:
+        """Over all parameters of the target, by name."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model_runner.get_model().named_parameters()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
