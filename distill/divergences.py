@@ -60,20 +60,6 @@ def _require_comparable(student_TV: Tensor, teacher_TV: Tensor, temperature: flo
         raise ValueError(f"chunk: got {chunk}, expected at least 1 column of the vocabulary")
 
 
-def forward_kl(
-    student_TV: Float[Tensor, "T V"], teacher_TV: Float[Tensor, "T V"], *, temperature: float = 1.0
-) -> Float[Tensor, " T"]:
-    """KL(π_T ‖ π) = Σ_v π_T(v) (log π_T(v) − log π(v)) per token, in nats: the student covers all that the teacher says.
-
-    Of a student (1/4, 3/4) and a teacher (1/2, 1/2) it is ½ ln 2 + ½ ln ⅔ = 0.1438.  Differentiable in ``student_TV``; the
-    teacher gets no gradient.  A token that the teacher never says (a logit of −inf) adds 0.
-    """
-    logp_TV = (teacher_TV.detach().float() / temperature).log_softmax(dim=-1)
-    p_TV = logp_TV.exp()
-    logq_TV = (student_TV.float() / temperature).log_softmax(dim=-1)
-    return (p_TV * (logp_TV - logq_TV)).masked_fill(p_TV == 0, 0.0).sum(dim=-1)
-
-
 class _ReverseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student_TV: Tensor, teacher_TV: Tensor, temperature: float, chunk: int) -> Tensor:

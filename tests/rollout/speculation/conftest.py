@@ -146,7 +146,8 @@ def _head(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], norms:
     save_file(weights, folder / "model.safetensors")
     common = {
         "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+        "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps({**common, **config}))
