@@ -65,15 +65,19 @@ class DraftTraining(Section):
     layers: Positive = 1
     heads: Positive = 2
     features: tuple[NonNegative, NonNegative, NonNegative] | None = Field(
-        None, description="default: 2, half of the layers, all but 3"
+        None, description="default: 2, half of the layers, all but 3; a policy of fewer than 7 needs them given"
     )
     vocabulary: Positive | None = Field(None, description="default: all tokens")
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> DraftTraining:
+    def _rules(self) -> DraftTraining:
         if self.hidden_size % (2 * self.heads):
             got = f"got {self.hidden_size} with {self.heads} heads"
             raise ValueError(f"hidden_size: {got}, expected a multiple of twice the heads (rotary embedding)")
+        if self.features is not None and list(self.features) != sorted(set(self.features)):
+            raise ValueError(
+                f"features: got {list(self.features)}, expected three different layers, ascending, as vLLM reads them"
+            )
         return self
 
 

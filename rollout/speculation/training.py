@@ -172,9 +172,15 @@ def first_layers(policy: Any, count: int) -> Any:
     return model
 
 
-def default_features(layers: int) -> tuple[int, int, int]:
-    """Layers whose inputs an EAGLE-3 head reads: an early, a middle and a late one, as in vLLM."""
-    return (min(2, layers - 1), layers // 2, max(layers - 3, 1))
+def _features(given: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
+    """Layers whose inputs an EAGLE-3 head reads: an early, a middle and a late one, as vLLM's default."""
+    chosen = given or (2, layers // 2, layers - 3)
+    if list(chosen) != sorted({*chosen} & {*range(layers)}):
+        raise ValueError(
+            f"rollout.speculation.training.features: got {list(chosen)}, expected three different ones of the policy's layers "
+            f"0 to {layers - 1}"
+        )
+    return chosen
 
 
 def frequent_tokens(samples: Sequence[Sample], vocabulary: int, size: int | None) -> Int[Tensor, " V"]:
