@@ -7,7 +7,16 @@ import sys
 
 from common import HERE, arguments, say
 
-BENCHMARKS = ("engine_overhead", "engine_equals_learner", "weight_sync", "async_vs_sync", "vs_trl", "staleness", "lookahead")
+BENCHMARKS = (
+    "engine_overhead",
+    "engine_equals_learner",
+    "weight_sync",
+    "async_vs_sync",
+    "vs_trl",
+    "staleness",
+    "distillation",
+    "lookahead",
+)
 
 
 def main() -> None:

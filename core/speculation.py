@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from slipstream.core.section import Fraction, Positive, Problems, Rate, Section
+from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 Method = Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dflash", "medusa", "mtp"]
 WITH_DRAFT = ("draft_model", "eagle3", "dflash", "medusa")
 """Methods whose draft is a folder of weights; ``mtp`` may take one, or use the target's own layers."""
+DRAFT_CAN_BE_MADE = ("draft_model", "eagle3")
+"""Methods whose draft ``slipstream draft train`` can make."""
 STEPWISE = ("draft_model", "eagle3", "mtp")
 """Methods that draft one token after the other, so that fewer tokens take less time."""
 LEARNING = ("draft_model", "eagle3", "dflash")
@@ -48,6 +50,39 @@ class TestTimeSpeculation(Section):
     )
 
 
+class DraftTraining(Section):
+    """How ``slipstream draft train`` makes the draft: forward-KL distillation on the policy's own responses.
+
+    draft_model: a new model of ``hidden_size``, ``layers`` and ``heads`` in the policy's architecture, or its ``first_layers``.
+    eagle3: a head that reads the inputs of the policy's layers ``features``, over its most frequent ``vocabulary`` tokens.
+    """
+
+    samples: Annotated[int, Field(ge=2)] = Field(128, description="responses, one each to the first prompts of the data")
+    max_tokens: Positive = Field(256, description="tokens of a response at most")
+    steps: Positive = 200
+    batch_size: Positive = Field(4, description="responses per step")
+    lr: Rate = Field(1e-3, description="of AdamW, with a short warm-up and a cosine down to 5 %")
+    first_layers: Positive | None = None
+    hidden_size: Positive = 64
+    layers: Positive = 1
+    heads: Positive = 2
+    features: tuple[NonNegative, NonNegative, NonNegative] | None = Field(
+        None, description="default: 2, half of the layers, all but 3; a policy of fewer than 7 needs them given"
+    )
+    vocabulary: Positive | None = Field(None, description="default: all tokens")
+
+    @model_validator(mode="after")
+    def _rules(self) -> DraftTraining:
+        if self.hidden_size % (2 * self.heads):
+            got = f"got {self.hidden_size} with {self.heads} heads"
+            raise ValueError(f"hidden_size: {got}, expected a multiple of twice the heads (rotary embedding)")
+        if self.features is not None and list(self.features) != sorted(set(self.features)):
+            raise ValueError(
+                f"features: got {list(self.features)}, expected three different layers, ascending, as vLLM reads them"
+            )
+        return self
+
+
 class Speculation(Section):
     """Speculative decoding by vLLM's own implementations: exact, so only speed depends on it (docs/speculation.md)."""
 
@@ -74,6 +109,7 @@ class Speculation(Section):
     lookup_min: Positive = Field(2, description="ngram: fewest tokens of the response's end to find again")
     lookup_max: Positive = Field(5, description="ngram: most of them")
     tts: TestTimeSpeculation = Field(default_factory=TestTimeSpeculation)
+    training: DraftTraining = Field(default_factory=DraftTraining)
 
     @property
     def on(self) -> bool:

@@ -25,8 +25,7 @@ from vllm.triton_utils.dispatcher import register_kernels
 
 from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
-from slipstream.rollout.speculation.dflash import DFlashStudent
-from slipstream.rollout.speculation.eagle3 import Eagle3Student
+from slipstream.rollout.speculation.head_student import HeadStudent
 from slipstream.rollout.speculation.lookahead import Lookahead
 from slipstream.rollout.speculation.runner_v1 import RunnerV1
 from slipstream.rollout.speculation.student import DraftModelStudent, Student
@@ -165,12 +164,8 @@ for name, engine in {"mapped": MappedWeights, "plain_ipc": IpcWeights}.items():
 def make_student(method: str, folder: Path, runner: RunnerV1, train: Literal["all", "body"], tokens: int) -> Student:
     """The trainable copy of the draft that ``runner`` has loaded from ``folder``."""
     borrowed, device, vocabulary = runner.borrowed(), runner.device, runner.vocabulary
-    if method == "eagle3":
-        return Eagle3Student(folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary)
-    if method == "dflash":
-        head = DFlashStudent(folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary)
-        head.drafted = tokens
-        return head
+    if method in ("eagle3", "dflash"):
+        return HeadStudent(method, folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary, tokens=tokens)  # type: ignore[arg-type]
     return DraftModelStudent(folder, device, train=train, frozen=borrowed.keys())
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from slipstream.core.section import Problems
 from slipstream.core.speculation import Speculation
-from slipstream.rollout.speculation import dflash, eagle3
+from slipstream.rollout.speculation.head_student import unsupported
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
@@ -131,14 +131,10 @@ def _of_head(speculation: Speculation, target: Place, draft: Place) -> Problems:
         if lacking := [key for key in ("mask_token_id", "target_layer_ids") if key not in special]:
             found.append(("draft", f"{folder}/config.json lacks dflash_config.{', dflash_config.'.join(lacking)}"))
         layers = special.get("target_layer_ids", [])
-        unknown = [key for key in dflash.UNSUPPORTED if own.get(key)]
-        unknown += [f"dflash_config.{key}" for key in dflash.UNSUPPORTED_INSIDE if special.get(key)]
     else:
         layers = own.get("eagle_aux_hidden_state_layer_ids", [])
-        unknown = [key for key in eagle3.UNSUPPORTED if own.get(key)]
-        unknown += ["num_hidden_layers"] if own.get("num_hidden_layers", 1) != 1 else []
-    if unknown and speculation.learns:
-        found.append(("tts.enabled", f"got true, but the trainable copy knows no {', '.join(unknown)} ({folder}/config.json)"))
+    if speculation.learns and not found and (unknown := unsupported(method, folder)):
+        found.append(("tts.enabled", f"got true, but the trainable copy is none of {folder}: {unknown}"))
     if beyond := [layer for layer in layers if layer > config.get("num_hidden_layers", math.inf)]:
         found.append(("draft", f"{folder} reads layers {beyond}, expected at most {config['num_hidden_layers']}"))
     return found

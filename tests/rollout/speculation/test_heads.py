@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from slipstream.rollout.speculation.dflash import DFlashStudent
-from slipstream.rollout.speculation.eagle3 import Eagle3Student
+from slipstream.rollout.speculation.head_student import HeadStudent
 from slipstream.rollout.speculation.student import Followed, Lesson
 
 H, D, V = 64, 32, 64
@@ -80,9 +79,9 @@ def dflash_proposal(folder: Path, features: Tensor, length: int) -> list[Tensor]
             else:
                 x = norm(block[query], w[f"{layer}input_layernorm.weight"])
                 q = norm((w[f"{a}q_proj.weight"] @ x).view(2, D), w[f"{a}q_norm.weight"])
-                queries.append(rotated(q, position, 1_000_000.0))
+                queries.append(rotated(q, position, 10_000.0))
             k = norm((w[f"{a}k_proj.weight"] @ x).view(2, D), w[f"{a}k_norm.weight"])
-            keys.append(rotated(k, position, 1_000_000.0))
+            keys.append(rotated(k, position, 10_000.0))
             values.append((w[f"{a}v_proj.weight"] @ x).view(2, D))
         block = [layer_end(w, layer, attend(q, keys, values), x) for q, x in zip(queries, block, strict=True)]
     return [HEAD @ norm(x, w["norm.weight"]) for x in block[1:]]
@@ -101,9 +100,7 @@ def test_rows_are_the_proposals(request: pytest.FixtureRequest, method: str) -> 
         30, json.loads((folder / "config.json").read_text())["hidden_size"] * (3 if method == "eagle3" else 2)
     )
     borrowed = {"embed_tokens.weight": EMBEDDINGS, "lm_head.weight": HEAD}
-    kind = {"eagle3": Eagle3Student, "dflash": DFlashStudent}[method]
-    student = kind(folder, torch.device("cpu"), train="all", borrowed=borrowed, vocabulary=V)
-    student.drafted = K
+    student = HeadStudent(method, folder, torch.device("cpu"), train="all", borrowed=borrowed, vocabulary=V, tokens=K)
     followed = Followed(tokens=TOKENS[:24])
     assert followed.append(0, features[:9]) and followed.append(9, features[9:20])
     for lengths in ([10, 12, 15], [16, 20]):
