@@ -75,10 +75,15 @@ def _dispatch_keeping_weight(layer: torch.nn.Module, remove_weight: bool) -> Non
     _dispatch(layer, remove_weight=False)
 
 
-def repack(model: torch.nn.Module) -> None:
-    """Pack every linear layer's weight for the CPU kernels again, tied heads included."""
+def repack(model: torch.nn.Module, *, but: torch.nn.Module | None = None) -> None:
+    """Pack every linear layer's weight for the CPU kernels again, tied heads included; those of ``but`` have not changed."""
+    unchanged = set(but.modules()) if but is not None else set()
     for module in model.modules():
-        if hasattr(module, "cpu_linear") and isinstance(getattr(module, "weight", None), torch.Tensor):
+        if (
+            module not in unchanged
+            and hasattr(module, "cpu_linear")
+            and isinstance(getattr(module, "weight", None), torch.Tensor)
+        ):
             _dispatch_keeping_weight(module, remove_weight=False)
 
 
@@ -200,7 +205,7 @@ class WorkerExtension:
         def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             runner.draft.load_weights(weights)
             if current_platform.is_cpu():
-                repack(runner.draft)
+                repack(runner.draft, but=runner.target)
 
         runner.measure()
         updater = Updater(chosen, student, publish, lambda: runner.busy_s, tokens=tokens, max_length=runner.max_length)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.distill.divergences import forward_kl
+from slipstream.rollout.speculation.following import Following
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
-from slipstream.rollout.speculation.runner_v1 import Forward, Judged, Round
-from slipstream.rollout.speculation.student import Followed, Lesson, Student
+from slipstream.rollout.speculation.runner_v1 import Forward, Round
+from slipstream.rollout.speculation.student import Student
 from slipstream.rollout.speculation.watchdog import Watchdog
 
 log = logging.getLogger("slipstream")
@@ -57,8 +58,7 @@ class Updater:
         self.lr = settings.lr
         self._optimizer = self._new_optimizer()
         self.watchdog = Watchdog(settings.baseline_rounds, settings.kill_below)
-        self._followed: dict[str, Followed] = {}
-        self._capacity = self._fit(tokens, max_length)
+        self._following = Following(settings, student, tokens=tokens, max_length=max_length)
         self._rounds = 0
         self._verified = False
         self._good = self._candidate = self._copy()
@@ -67,19 +67,6 @@ class Updater:
         self.update_s = self._last_s = 0.0
         self.loss = math.nan
         self.policy_batch = self.learned_batch = 0
-
-    def _fit(self, tokens: int, max_length: int) -> int:
-        settings = self._settings
-        rows = settings.every * tokens if settings.rounds == "all" else tokens
-        each = rows * self._student.vocabulary * 4 * 2 + self._student.prefix_bytes(max_length)
-        fitting = int(settings.max_memory_mib * 2**20 / each)
-        if fitting < 1:
-            raise ValueError(
-                f"rollout.speculation.tts.max_memory_mib: got {settings.max_memory_mib:g}, expected at least "
-                f"{each / 2**20:.0f}: {rows} rows over {self._student.vocabulary} tokens, twice, and a draft cache of "
-                f"{max_length} tokens; raise it, or lower tts.every"
-            )
-        return min(fitting, settings.max_requests)
 
     @property
     def reads_features(self) -> bool:
@@ -97,13 +84,14 @@ class Updater:
         for one in verification.judged:
             self.watchdog.count(one.accepted + 1)
         with torch.inference_mode(False), torch.no_grad():
-            self._follow(verification, running)
+            with_proposed = bool(self._settings.proximal) or not self._verified
+            self._following.learn(verification, running, with_proposed=with_proposed)
             self._rounds += 1
             if self._rounds < self._settings.every:
                 return
             if self._verified and (self.watchdog.resting or not self._affordable()):
                 self.postponed += not self.watchdog.resting
-                self._forget()
+                self._following.forget()
                 return
             self._rounds = 0
             started = time.perf_counter()
@@ -112,66 +100,19 @@ class Updater:
             self.update_s += self._last_s
 
     def read(self, forward: Forward) -> None:
-        """Keep the hidden states of followed requests; for a student that reads them, following begins at the first token."""
+        """A forward of the target, for a student that reads its hidden states."""
         with torch.inference_mode(False), torch.no_grad():
-            for one in forward.parts:
-                request = self._followed.get(one.request_id)
-                if one.start == 0 and len(self._followed) < self._capacity:
-                    request = self._followed[one.request_id] = Followed()  # anew where it was preempted
-                if request is not None and not request.append(one.start, forward.features(one)):
-                    del self._followed[one.request_id]
-
-    def _follow(self, verification: Round, running: set[str]) -> None:
-        for request_id in [known for known in self._followed if known not in running]:
-            del self._followed[request_id]
-        for one in verification.judged:
-            request = self._followed.get(one.request_id)
-            if request is None and len(self._followed) < self._capacity and not self._student.reads_features:
-                request = self._followed[one.request_id] = Followed()
-            if request is not None and verification.probs_RV is not None:
-                if self._settings.rounds == "latest":
-                    request.lessons.clear()
-                request.lessons.append(self._lesson(one, verification))
-                request.tokens = verification.tokens(one)
-
-    def _lesson(self, one: Judged, verification: Round) -> Lesson:
-        rows = slice(one.first_row, one.first_row + min(one.accepted + 1, one.drafted))
-        target_KV = self._of_draft(verification.logits_RV[rows]).float() / one.temperature
-        proposed_KV = None
-        if self._settings.proximal or not self._verified:
-            proposed_KV = self._of_draft(verification.probs_RV[rows]).clamp_min(torch.finfo(torch.float32).tiny).log()  # type: ignore[index]
-        return Lesson(one.length - 1, one.temperature, target_KV, proposed_KV)
-
-    def _of_draft(self, values_KV: Tensor) -> Tensor:
-        """The columns of tokens that the draft can propose: what the target would do among them is all that it can learn."""
-        ids = self._student.token_ids
-        return values_KV if ids is None else values_KV[:, ids]
+            self._following.read(forward)
 
     def _affordable(self) -> bool:
         """Whether another update as long as the last keeps the share of updates in the engine's time."""
         return self.update_s + self._last_s <= self._settings.max_cost_share * (self._busy_s() + self._last_s)
 
-    def _forget(self) -> None:
-        """Memory holds the lessons of ``every`` rounds; older ones go, while the update waits."""
-        for request in self._followed.values():
-            del request.lessons[: -self._settings.every]
-
     # ---- an update
-
-    def _learnt(self) -> Iterator[tuple[Tensor, Lesson]]:
-        """Logits of the student [K, V], at the temperature, for each lesson, which thereby is used up."""
-        requests = [request for request in self._followed.values() if request.lessons]
-        if not requests:
-            return
-        for request, rows in zip(requests, self._student.rows(requests), strict=True):
-            for lesson, logits_KV in zip(request.lessons, rows, strict=True):
-                yield logits_KV / lesson.temperature, lesson
-            request.lessons = []
-            request.trim()
 
     def _verify(self) -> None:
         """Compare the student with what the engine's draft proposed, before anything is learnt: they must be one model."""
-        pairs = [(now, lesson.proposed_KV) for now, lesson in self._learnt() if lesson.proposed_KV is not None]
+        pairs = [(now, lesson.proposed_KV) for now, lesson in self._following.rows() if lesson.proposed_KV is not None]
         if not pairs:
             return
         now_RV, proposed_RV = (torch.cat(rows) for rows in zip(*pairs, strict=True))
@@ -181,12 +122,12 @@ class Updater:
                 f"rollout.speculation.tts: the trainable copy of the draft is {kl:.3g} nats from the draft in the engine, "
                 f"expected at most max_replica_kl = {self._settings.max_replica_kl:g}; they are not the same model"
             )
-            self._followed.clear()
+            self._following.requests.clear()
         self._verified = True
 
     def _update(self) -> None:
         with torch.enable_grad():
-            learnt = list(self._learnt())
+            learnt = list(self._following.rows())
             if not learnt:
                 return
             ks = torch.cat([torch.arange(1, len(now) + 1) for now, _ in learnt])
@@ -228,7 +169,7 @@ class Updater:
         self._candidate = self._good
         self._publish(self._student.weights())
         self._optimizer = self._new_optimizer()
-        self._followed.clear()  # their prefixes may come from a draft gone wrong
+        self._following.requests.clear()  # their prefixes may come from a draft gone wrong
         self.watchdog.restart()
 
     def new_policy(self, batch: int) -> None:

@@ -158,7 +158,7 @@ def test_updates_wait_when_they_cost_too_much(tiny: Path, small_draft: Path) -> 
     updater = updater_of(dear, small_draft, settings(max_cost_share=0.1))
     dear.run(updater, 60)
     assert updater.updates == 0 and updater.postponed > 30
-    assert all(len(request.lessons) <= 5 for request in updater._followed.values()), "lessons pile up"
+    assert all(len(request.lessons) <= 5 for request in updater._following.requests.values()), "lessons pile up"
     cheap = Loop(tiny, small_draft, work_s=1.0)
     updater = updater_of(cheap, small_draft, settings(max_cost_share=0.1))
     cheap.run(updater, 60)
@@ -200,6 +200,6 @@ def test_memory_bounds_the_requests_that_are_followed(loop: Loop, small_draft: P
     each = (15 * 64 * 4 * 2 + 128 * 2 * 32 * 4) / 2**20
     updater = updater_of(loop, small_draft, settings(max_memory_mib=1.5 * each))
     loop.run(updater, 3)
-    assert len(updater._followed) == 1
+    assert len(updater._following.requests) == 1
     with pytest.raises(ValueError, match=r"max_memory_mib: got .*, expected at least"):
         updater_of(loop, small_draft, settings(max_memory_mib=0.9 * each))
