@@ -71,7 +71,7 @@ def run_job(recipe: str, name: str, overrides: Sequence[str]) -> Job:
     path = WORK / name
     shutil.rmtree(path, ignore_errors=True)
     say(f"{name}: {' '.join(overrides)}")
-    _slipstream("run", str(recipe), f"name={name}", *overrides, "--runs", str(WORK), "--quiet")
+    slipstream("run", str(recipe), f"name={name}", *overrides, "--runs", str(WORK), "--quiet")
     return Job.read(path)
 
 
@@ -101,11 +101,11 @@ def export(job: Job, model: Path) -> Path:
     """The run's policy as a Hugging Face folder, in place of an older one."""
     shutil.rmtree(model, ignore_errors=True)
     model.parent.mkdir(parents=True, exist_ok=True)
-    _slipstream("export", str(job.path), str(model))
+    slipstream("export", str(job.path), str(model))
     return model
 
 
-def _slipstream(*command: str) -> None:
+def slipstream(*command: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **NICENESS}
     done = subprocess.run(
         [sys.executable, "-m", "slipstream.cluster.cli", *command], cwd=ROOT, env=environment, capture_output=True, text=True

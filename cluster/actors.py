@@ -23,6 +23,7 @@ from slipstream.core.weights import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from slipstream.rollout.engine import CommitTimes
+    from slipstream.rollout.speculation.acceptance import DraftStats
     from slipstream.rollout.weights import TransportName
 
 
@@ -37,10 +38,11 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine's start: sampled tokens, and seconds with at least one request inside vLLM."""
+    """Counters since the engine's start: sampled tokens, seconds with at least one request inside vLLM, drafts' verdicts."""
 
     sampled_tokens: int
     busy_s: float
+    drafts: DraftStats | None = None
 
 
 def spawn(actor_class: Any, count: int, *, cpus: float, gpus: float) -> list[Any]:
@@ -81,6 +83,8 @@ class RolloutActor:
         version: WeightVersion,
         first_task: Task,
         transport: TransportName,
+        draft_path: Path | None,
+        draft_state: Path | None,
     ) -> str:
         """Load everything; returns the id of the node, since weights are staged once per node.
 
@@ -116,6 +120,8 @@ class RolloutActor:
             version=version,
             transport=transport,
             kv_on_update=recipe.schedule.kv_on_update,
+            draft_path=draft_path,
+            draft_state=draft_state,
         )
         self._open.callback(self._engine.shutdown)
         sampling = recipe.rollout.sampling
@@ -159,7 +165,10 @@ class RolloutActor:
         self._stager.discard(version)
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self._engine.sampled_tokens, self._engine.busy_s)
+        return EngineStats(self._engine.sampled_tokens, self._engine.busy_s, await self._engine.drafts())
+
+    async def save_draft(self, folder: Path) -> None:
+        await self._engine.save_draft(folder)
 
     async def check_health(self) -> None:
         await self._engine.check_health()

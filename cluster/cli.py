@@ -195,6 +195,41 @@ def evaluate(
     out.print(f"{result.metric} {result.score:.4f} (n = {result.n}, failed {result.failed}, {result.seconds:.1f} s)")
 
 
+draft_app = typer.Typer(help="Drafts for speculative decoding.", no_args_is_help=True)
+app.add_typer(draft_app, name="draft")
+
+
+@draft_app.callback()
+def _draft() -> None:
+    """Drafts for speculative decoding."""
+
+
+@draft_app.command("train")
+def draft_train(
+    recipe: RecipeFiles, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bar")] = False
+) -> None:
+    """Make the draft that `rollout.speculation` names, from the policy's own responses.
+
+    [dim]slipstream draft train recipes/smollm2_grpo.yaml "rollout.speculation={method: eagle3, draft: models/head}"[/]
+    """
+    import os
+
+    from slipstream.cluster.progress import Stages
+    from slipstream.core.environment import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)
+    found, _ = _recipe(recipe)
+    from slipstream.cluster.draft_run import train_draft
+
+    with Stages(quiet=quiet) as stages:
+        made = train_draft(found, stages.update)
+    out.print(
+        f"wrote {made.path}: {made.parameters:,} parameters, {made.samples} responses, {made.seconds:.0f} s", soft_wrap=True
+    )
+    by_position = " ".join(f"{share:.2f}" for share in made.accepted)
+    out.print(f"expected acceptance length {made.length_before:.2f} → {made.length_after:.2f}, by position {by_position}")
+
+
 @app.command()
 def doctor() -> None:
     """What this machine can run: packages, devices, memory, shared memory, ports.

@@ -29,6 +29,7 @@ from slipstream.algos.kl import adapted_coefficient
 from slipstream.cluster import recovery
 from slipstream.cluster.actors import RunPlace
 from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
+from slipstream.cluster.drafts import DraftUsage, saved_drafts, summarise_drafts
 from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import describe
 from slipstream.cluster.fleet import Fleet
@@ -72,6 +73,7 @@ class Controller:
         self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
+        self.drafts = DraftUsage(recipe.rollout.speculation)
         self.places: dict[str, tuple[int, int]] = {}
         self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
         self.interrupted = collections.deque(parts.in_flight)
@@ -124,7 +126,9 @@ class Controller:
             if self.parts.saved is None:
                 await self.evaluator.run(0)
             self.stage = "training"
-            self.usage.begin(await self.fleet.stats())
+            stats = await self.fleet.stats()
+            self.usage.begin(stats)
+            self.drafts.begin([s.drafts for s in stats])
             await (self._imitate() if self.recipe.algo.name == "sft" else self._reinforce())
             await self.publisher.finish()
             if self.flow.confirmed < self.flow.learner and not self._stopping:
@@ -141,7 +145,8 @@ class Controller:
 
     async def _start_fleet(self) -> None:
         transport = transport_name(self.recipe)
-        await self.fleet.start(self.parts.model_path, self.flow.learner, self.cursor.first(), transport)
+        parts, states = self.parts, saved_drafts(self.parts.saved)
+        await self.fleet.start(parts.model_path, self.flow.learner, self.cursor.first(), transport, parts.draft_path, states)
         self.pulse.beat()
 
     async def _prepare_learner(self) -> None:
@@ -324,10 +329,12 @@ class Controller:
     async def _committed(self, version: WeightVersion, waited_s: float, metrics: Metrics) -> None:
         """Record the step, keep a checkpoint if one is due, and send the weights on their way."""
         self.pulse.beat()
-        usage = self.usage.step(await self.fleet.stats(), waited_s, float(metrics["time/train_tokens"].value()))  # type: ignore[arg-type]
+        stats = await self.fleet.stats()
+        usage = self.usage.step(stats, waited_s, float(metrics["time/train_tokens"].value()))  # type: ignore[arg-type]
         ledger: Metrics = {f"ledger/{state}": Last(count) for state, count in self.flow.ledger.as_dict().items()}
         skipped: Metrics = {"data/skipped": Last(self.cursor.skipped)}
-        self.telemetry.step(version.batch, {**metrics, **usage, **ledger, **skipped, **self.publisher.metrics()})
+        drafts = self.drafts.step([s.drafts for s in stats], version.batch)
+        self.telemetry.step(version.batch, {**metrics, **usage, **drafts, **ledger, **skipped, **self.publisher.metrics()})
         every = self.recipe.checkpoint.every
         if every and version.batch % every == 0 and version.batch < self.recipe.schedule.steps:
             await recovery.save(self)
@@ -392,6 +399,7 @@ class Controller:
             throughput=self.usage.throughput(),
             publishes=self.publisher.count,
             resumes=self.flow.learner.attempt,
+            draft=summarise_drafts(self.recipe.rollout.speculation, self.telemetry),
         )
 
     def snapshot(self) -> dict[str, Any]:

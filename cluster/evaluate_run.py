@@ -11,15 +11,16 @@ from pathlib import Path
 import ray
 
 from slipstream.cluster.actors import RunPlace
+from slipstream.cluster.drafts import draft_folder, saved_drafts
 from slipstream.cluster.evaluation import EvalResult, Evaluator
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.launch import RunFailed, ray_session
-from slipstream.cluster.recovery import held_out_tasks, last_checkpoint, require_same
+from slipstream.cluster.recovery import CACHE, held_out_tasks, last_checkpoint, require_same
 from slipstream.cluster.staging import staging
 from slipstream.cluster.telemetry import Telemetry
-from slipstream.core.records import WeightVersion
+from slipstream.core.records import Task, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.trainer.checkpoint import export_model
 
@@ -46,7 +47,8 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
         with staging(fleet.place.run_id), ray_session(recipe):
             evaluator = Evaluator(recipe.monitor.eval, tasks, fleet, Flow(recipe.schedule, version), telemetry, lambda: None)
             try:
-                return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry))
+                drafts = saved_drafts(checkpoint)
+                return asyncio.run(_evaluate(fleet, evaluator, model, version, tasks[0][0], telemetry, drafts))
             except (ray.exceptions.RayError, TimeoutError) as failure:
                 if isinstance(cause(failure), ValueError):
                     raise ValueError(str(cause(failure))) from failure
@@ -54,10 +56,17 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
 
 
 async def _evaluate(
-    fleet: Fleet, evaluator: Evaluator, model: Path, version: WeightVersion, first_task: object, telemetry: Telemetry
+    fleet: Fleet,
+    evaluator: Evaluator,
+    model: Path,
+    version: WeightVersion,
+    first_task: Task,
+    telemetry: Telemetry,
+    drafts: Sequence[Path],
 ) -> EvalResult:
     try:
-        await fleet.start(str(model), version, first_task, "mapped")  # type: ignore[arg-type]
+        draft_path = draft_folder(fleet.recipe, CACHE)
+        await fleet.start(str(model), version, first_task, "mapped", draft_path, drafts)
         await evaluator.run(version.batch)
         return telemetry.evaluations[-1]
     finally:

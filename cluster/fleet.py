@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,15 +37,27 @@ class Fleet:
     members: list[Member] = field(default_factory=list)
     actors: list[Any] = field(default_factory=list)
 
-    async def start(self, model_path: str, version: WeightVersion, first_task: Task, transport: TransportName) -> None:
-        """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``."""
+    async def start(
+        self,
+        model_path: str,
+        version: WeightVersion,
+        first_task: Task,
+        transport: TransportName,
+        draft_path: Path | None = None,
+        draft_states: Sequence[Path] = (),
+    ) -> None:
+        """Bring all engines and graders up side by side.  Raises TimeoutError after ``cluster.start_timeout_s``.
+
+        ``draft_states`` are those of ``save_drafts``; engines take them in turn, so there may be more engines than states.
+        """
         recipe = self.recipe
         gpus = recipe.rollout.tensor_parallel * gpu_share(recipe)
         self.actors = spawn(RolloutActor, recipe.rollout.engines, cpus=recipe.cluster.engine_cpus, gpus=gpus)
         async with starting("an engine", "logs/engine-*.log", recipe.cluster.start_timeout_s):
+            states = itertools.cycle(draft_states or [None])
             starts = (
-                actor.start.remote(recipe, model_path, i, self.place, version, first_task, transport)
-                for i, actor in enumerate(self.actors)
+                actor.start.remote(recipe, model_path, i, self.place, version, first_task, transport, draft_path, state)
+                for i, (actor, state) in enumerate(zip(self.actors, states, strict=False))
             )
             nodes = await asyncio.gather(*starts)
         self.members = [Member(i, a, n, version) for i, (a, n) in enumerate(zip(self.actors, nodes, strict=True))]
@@ -82,6 +96,10 @@ class Fleet:
 
     async def stats(self) -> list[EngineStats]:
         return list(await asyncio.gather(*(m.actor.stats.remote() for m in self.members)))
+
+    async def save_drafts(self, folder: Path) -> None:
+        """Write down every engine's draft, one folder each."""
+        await asyncio.gather(*(m.actor.save_draft.remote(folder / f"engine-{m.index}") for m in self.members))
 
     async def sampled_tokens(self) -> int:
         return sum(s.sampled_tokens for s in await self.stats())

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from slipstream.core.schema import Recipe
@@ -154,3 +154,25 @@ def final_table(summary: dict[str, Any]) -> Table:
         "weight updates", f"{weights['publishes']}, generation paused {1000 * weights['pause_s_p50']:.0f} ms each (median)"
     )
     return table
+
+
+class Stages:
+    """A progress bar per stage of a command that is no run."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, TextColumn("{task.fields[loss]}"), disable=quiet)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Stages:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.__exit__(kind, error, trace)
+
+    def update(self, stage: str, done: int, total: int, loss: float | None) -> None:
+        shown = "" if loss is None else f"loss {loss:.3f}"
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total, loss=shown)
+        self._progress.update(self._tasks[stage], completed=done, loss=shown)

@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.drafts import FOLDER as DRAFTS
+from slipstream.cluster.drafts import draft_folder
 from slipstream.cluster.evaluation import Encoded, EvalResult
+from slipstream.cluster.fleet import gpu_share
 from slipstream.cluster.ledger import Ledger
 from slipstream.core.recipe import dump_recipe
-from slipstream.core.records import Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
+from slipstream.core.records import DraftCounts, Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
 from slipstream.rollout.prompts import PromptEncoder
+from slipstream.rollout.speculation.checks import require_runnable
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
 from slipstream.trainer.model import context_length, load_tokenizer, parameter_shapes, resolve_model
@@ -51,6 +55,7 @@ class Parts:
     reference_path: str | None
     teacher_path: str | None
     critic_path: str | None
+    draft_path: Path | None
     version: WeightVersion
     ledger: Ledger
     cursor: Cursor
@@ -77,6 +82,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
         reference_path=_reference(recipe, path),
         teacher_path=_teacher(recipe, path),
         critic_path=_critic(recipe, path),
+        draft_path=_draft(recipe, path),
         version=WeightVersion(0, 0),
         ledger=Ledger(),
         cursor=Cursor(source, encoder, recipe.data.epochs),
@@ -146,6 +152,15 @@ def _critic(recipe: Recipe, policy: Path) -> str | None:
     path = resolve_model(other, recipe.seed, CACHE, "algo.critic.path")
     require_same_vocabulary(path, policy, key="algo.critic.path", ours="policy")
     return str(path)
+
+
+def _draft(recipe: Recipe, target: Path) -> Path | None:
+    """The folder of the draft.  Raises ValueError with every reason why the engines could not use it."""
+    if not recipe.rollout.speculation.on:
+        return None
+    folder = draft_folder(recipe, CACHE)
+    require_runnable(recipe.rollout.speculation, target, folder, on_gpu=gpu_share(recipe) > 0)
+    return folder
 
 
 _MAY_CHANGE = (
@@ -240,6 +255,8 @@ async def save(controller: Controller) -> None:
         # Hashing and flushing gigabytes takes a while: on a thread, so that groups and the watch go on.
         async with _on_a_thread(write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep)) as folder:
             await controller.learners.save(str(folder / LEARNER))
+            if controller.recipe.rollout.speculation.learns:
+                await controller.fleet.save_drafts(folder / DRAFTS)
             if not (folder / LEARNER / "learner.json").exists():
                 raise ValueError(
                     f"{folder}: the learner wrote its part on another node; keep runs on a disk that all nodes share"
@@ -279,7 +296,18 @@ def encode_group(group: Group) -> dict[str, Any]:
     }
 
 
-_PLAIN = ("sample_id", "prompt_ids", "token_ids", "loss_mask", "behaviour_logprobs", "status", "text", "reward", "rewards")
+_PLAIN = (
+    "sample_id",
+    "prompt_ids",
+    "token_ids",
+    "loss_mask",
+    "behaviour_logprobs",
+    "status",
+    "text",
+    "reward",
+    "rewards",
+    "draft",
+)
 _TUPLES = ("prompt_ids", "token_ids", "loss_mask", "behaviour_logprobs")
 
 
@@ -300,7 +328,7 @@ def _decode_trajectory(plain: Mapping[str, Any]) -> Trajectory:
 
     values: dict[str, Any] = {name: tuple(plain[name]) if name in _TUPLES else plain[name] for name in _PLAIN}
     return Trajectory(
-        **values,
+        **{**values, "draft": DraftCounts(*values["draft"])},
         policy_versions=versions("policy_versions"),
         kv_versions=versions("kv_versions"),
     )

@@ -132,9 +132,28 @@ def panels(bound: int | None) -> list[Panel]:
         ),
         Panel(
             "Speculation",
-            "Tokens accepted per step of the target.",
-            (("draft/acceptance_length", "acceptance length"),),
+            "Tokens per verified draft: the accepted ones, and the target's own.",
+            (("draft/acceptance_length", "acceptance length"), ("draft/baseline", "draft at rest")),
+            unit="tokens",
+        ),
+        Panel(
+            "Acceptance by draft position",
+            "Share of the drafts whose first k tokens were accepted.",
+            tuple((f"draft/acceptance_pos_{k}", f"first {k}" if k > 1 else "first") for k in (1, 2, 3, 4, 6, 8)),
+            unit="share",
+            share=True,
+        ),
+        Panel(
+            "Acceptance along the response",
+            "Tokens per verified draft, by the quarter of sampling.max_tokens in which it began.",
+            tuple((f"draft/acceptance_length_q{q}", f"quarter {q}") for q in (1, 2, 3, 4)),
             unit="tokens",
         ),
         Panel("Draft age", "Batches since the draft last learned.", (("draft/lag", "lag"),), unit="batches"),
+        Panel(
+            "What the draft's learning costs",
+            "Share of the engines' working time that updates of the draft took.",
+            (("draft/cost_share", "share"),),
+            unit="share of time",
+        ),
     ]

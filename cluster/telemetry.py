@@ -119,6 +119,10 @@ class Telemetry:
             "offpolicy/ratio_max": Max,
             "offpolicy/ess": Mean,
             "offpolicy/sampler_kl": Mean,
+            "draft/rounds": Sum,
+            "draft/accepted": Sum,
+            "draft/updates": Sum,
+            "draft/kills": Sum,
         }
         found: Metrics = {name: kind(float(plain[name])) for name, kind in kinds.items() if name in plain}
         if "staleness/token_hist" in plain:
@@ -164,6 +168,7 @@ def summarise(
     throughput: Mapping[str, float],
     publishes: int,
     resumes: int,
+    draft: Mapping[str, Any],
 ) -> dict[str, Any]:
     """``summary.json`` (section 4 of the design).  Times are of this process's attempt, counts of the whole run."""
     wall = time.time() - telemetry.started
@@ -198,7 +203,7 @@ def summarise(
             "ess_mean": _finite(telemetry.total("offpolicy/ess")),
             "sampler_kl_mean": _finite(telemetry.total("offpolicy/sampler_kl")),
         },
-        "draft": {"method": None, "acceptance_length": None, "updates": 0},
+        "draft": dict(draft),
         "throughput": dict(throughput),
         "idle": dict(idle),
         "weights": {

@@ -51,6 +51,20 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class DraftCounts(NamedTuple):
+    """Speculation of one response: ``rounds`` verified ``drafted`` tokens and took ``accepted`` of them over."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+NO_DRAFTS = DraftCounts()
+
+
 def spans_of(versions: Sequence[WeightVersion]) -> list[VersionSpan]:
     """Run-length form of per-token versions: ``[a, a, b]`` -> ``[(a, 0, 2), (b, 2, 3)]``."""
     spans, start = [], 0
@@ -100,7 +114,7 @@ class Trajectory:
     ``prompt_ids`` [P]; the rest [L].  ``loss_mask`` is True where the policy wrote the token, False on observations.
     ``behaviour_logprobs`` are vLLM's own, of the distribution it sampled from (0.0 on observations).
     ``policy_versions`` sampled the token; ``kv_versions`` is the oldest version among the KV entries it attended to.
-    ``rewards`` holds each part by name, unweighted; ``reward`` is the weighted sum.
+    ``rewards`` holds each part by name, unweighted; ``reward`` is the weighted sum.  ``draft`` counts speculation.
     ``text`` is what graders see, the policy's last turn.
 
     Example: prompt ``[1, 9, 4]``, tokens ``[4, 9, 2]``, mask ``[True] * 3``, log-probs ``[-.1, -.2, -.01]``,
@@ -118,6 +132,7 @@ class Trajectory:
     text: str = ""
     reward: float = 0.0
     rewards: Mapping[str, float] = field(default_factory=dict)
+    draft: DraftCounts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         for name in ("loss_mask", "behaviour_logprobs", "policy_versions", "kv_versions"):

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from slipstream.core.algorithms import OF_GROUPS, Algo
 from slipstream.core.optimizer import Optimizer
 from slipstream.core.section import NonNegative, Positive, Problems, Rate, Section
+from slipstream.core.speculation import Speculation
 
 KvOnUpdate = Literal["keep", "recompute"]
 WITHOUT_SCORE = ("single_turn", "calculator")
@@ -137,6 +138,7 @@ class Rollout(Section):
     engines: Positive = 1
     environment: Environment = Field(default_factory=Environment)
     sampling: Sampling = Field(default_factory=Sampling)
+    speculation: Speculation = Field(default_factory=Speculation)
     max_num_seqs: Positive = Field(128, description="requests that one engine decodes at a time")
     kv_cache_gib: Rate = Field(1.0, description="KV cache of one engine; on GPU see gpu_memory_utilization")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
@@ -274,7 +276,7 @@ class Recipe(Section):
 
     def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems = self.algo.problems() + self._critic_problems() + self._distill_problems()
+        problems = self.algo.problems() + self._critic_problems() + self._distill_problems() + self._speculation_problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
         samples = schedule.group_size * schedule.groups_per_step
         if schedule.group_size > rollout.max_num_seqs:
@@ -351,6 +353,11 @@ class Recipe(Section):
             limit = f"at least the {samples} responses of a batch: it would change the coefficient by more than a fifth"
             problems.append(("algo.kl.horizon", f"got {algo.kl.horizon}, expected {limit}"))
         return problems
+
+    def _speculation_problems(self) -> Problems:
+        rollout = self.rollout
+        found = rollout.speculation.problems(seeded=rollout.sampling.seeded, tensor_parallel=rollout.tensor_parallel)
+        return [(f"rollout.speculation.{key}", problem) for key, problem in found]
 
     def _distill_problems(self) -> Problems:
         """Rules of distillation: a teacher for those who need one, and nothing set for a stream that is not there."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,12 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from slipstream.core.records import VersionSpan, WeightVersion, versions_of
+from slipstream.core.records import NO_DRAFTS, DraftCounts, VersionSpan, WeightVersion, versions_of
 from slipstream.core.schema import KvOnUpdate, Model, Rollout
 from slipstream.rollout.environment import Completion
+from slipstream.rollout.speculation.acceptance import Acceptance, DraftStats, Learning
+from slipstream.rollout.speculation.checks import require_runnable
+from slipstream.rollout.speculation.options import speculative_config
 from slipstream.rollout.weights import TransportName
 
 T = TypeVar("T")
@@ -78,6 +82,9 @@ class Engine:
         self.admitted: dict[str, WeightVersion] = {}
         self._written: dict[str, Any] = {}
         self._ended_tokens = 0
+        self._speculation = rollout.speculation
+        self._watched = False
+        self._acceptance = Acceptance((0,) * (rollout.speculation.tokens + 1))
 
     @classmethod
     async def start(
@@ -92,16 +99,45 @@ class Engine:
         version: WeightVersion,
         transport: TransportName = "mapped",
         kv_on_update: KvOnUpdate = "keep",
+        draft_path: Path | None = None,
+        draft_state: Path | None = None,
     ) -> Engine:
-        """Load the model and label its weights ``version``.  Engines of one run get different seeds."""
-        llm = AsyncLLM.from_engine_args(engine_args(model_path, model, rollout, max_length, seed, transport))
+        """Load the model and label its weights ``version``.  Engines of one run get different seeds.
+
+        ``draft_path`` is the folder that ``rollout.speculation.draft`` means, ``draft_state`` what ``save_draft`` wrote of a
+        draft that learns.  Raises ValueError if the draft does not fit.
+        """
+        require_runnable(rollout.speculation, model_path, draft_path, on_gpu=torch.cuda.is_available())
+        arguments = engine_args(model_path, model, rollout, max_length, seed, transport)
+        arguments.speculative_config = speculative_config(rollout.speculation, draft_path, rollout.tensor_parallel)
+        if rollout.speculation.tapped:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the taps stand on runner V1
+            arguments.async_scheduling = False  # or the host's token ids are placeholders when a verdict falls
+        llm = AsyncLLM.from_engine_args(arguments)
         engine = cls(llm, rollout, eos_ids, version, kv_on_update)
+        if rollout.speculation.on:
+            await engine._watch_drafts(draft_path, draft_state)
         if transport != "nccl":  # NCCL meets the learner in ``connect``
             await engine.connect({})
         await llm.update_weight_version(str(version))
         gc.collect()
         gc.freeze()  # what has been loaded stays; every full collection would walk it again, for half a second
         return engine
+
+    async def _watch_drafts(self, draft_path: Path | None, draft_state: Path | None) -> None:
+        speculation, learning = self._speculation, None
+        if speculation.learns:
+            learning = {
+                "method": speculation.method,
+                "settings": speculation.tts.model_dump(mode="json"),
+                "folder": str(draft_path),
+                "tokens": speculation.tokens,
+                "state": str(draft_state) if draft_state is not None else None,
+            }
+        most = speculation.tokens if speculation.lookahead == "dynamic" else None
+        arguments = (self._sampling.max_tokens, most, learning)
+        watching = await self._llm.collective_rpc("slipstream_watch_drafts", args=arguments)
+        self._watched = all(watching)
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """Prepare the transport; for NCCL this meets the learner, and returns when both have."""
@@ -130,6 +166,31 @@ class Engine:
                 admitted = self._release(request_id)
         self._ended_tokens += len(output.outputs[0].token_ids)
         return self._completion(output.outputs[0], admitted)
+
+    async def drafts(self) -> DraftStats | None:
+        """Counters since the start; None without speculation.  Raises EngineFailed if the draft could not be taught."""
+        if not self._speculation.on:
+            return None
+        if not self._watched:
+            return DraftStats(self._acceptance)
+        report = (await self._guard(self._llm.collective_rpc("slipstream_draft_report")))[0]
+        acceptance = replace(
+            self._acceptance,
+            rounds_by_quarter=tuple(report["rounds_by_quarter"]),
+            accepted_by_quarter=tuple(report["accepted_by_quarter"]),
+        )
+        learning = report["learning"]
+        if learning is None:
+            return DraftStats(acceptance)
+        if learning["refused"]:
+            self.kill(EngineFailed(learning["refused"]))
+            raise EngineFailed(learning["refused"])
+        return DraftStats(acceptance, Learning(**{name: learning[name] for name in Learning.__slots__}))
+
+    async def save_draft(self, folder: Path) -> None:
+        """Write down a draft that learns: its weights, moments and figures."""
+        self._check_alive()
+        await self._guard(self._llm.collective_rpc("slipstream_save_draft", args=(str(folder),)))
 
     async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> Any:
         async with self._admission:
@@ -191,7 +252,17 @@ class Engine:
             kv_versions=versions if self._recompute else (admitted,) * len(token_ids),
             finish=finish,  # type: ignore[arg-type]
             text=output.text,
+            draft=self._count(output),
         )
+
+    def _count(self, output: CompletionOutput) -> DraftCounts:
+        """Take what vLLM counted of a response over into the engine's own counters."""
+        counted = output.spec_decode_metrics
+        if counted is None:
+            return NO_DRAFTS
+        found = Acceptance(tuple(counted.histogram), counted.num_draft_tokens)
+        self._acceptance = self._acceptance.plus(found)
+        return DraftCounts(found.rounds, found.drafted, found.accepted)
 
     async def commit(self, version: WeightVersion, update: dict[str, Any]) -> CommitTimes:
         """Pause, load what ``update`` points to, label it, resume; running requests keep their KV cache, or fill it anew.
@@ -209,6 +280,8 @@ class Engine:
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                 await self._llm.finish_weight_update(weight_version=str(version))
+                if self._speculation.learns:
+                    await self._llm.collective_rpc("slipstream_new_policy", args=(version.batch,))
                 loaded = time.perf_counter()
                 await self._llm.resume_generation()
             except BaseException as error:
@@ -269,6 +342,7 @@ def engine_args(
         generation_config="vllm",
         seed=seed,
         disable_log_stats=True,
+        per_request_spec_decode_metrics="summary" if rollout.speculation.on else "none",
         worker_extension_cls="slipstream.rollout.worker.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=transport),
         **memory,

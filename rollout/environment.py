@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from slipstream.core.records import Status, Task, Trajectory, WeightVersion
+from slipstream.core.records import NO_DRAFTS, DraftCounts, Status, Task, Trajectory, WeightVersion
 from slipstream.rollout.failures import EnvironmentFailed
 from slipstream.rollout.prompts import PromptTooLong
 
@@ -32,6 +32,7 @@ class Completion:
     kv_versions: tuple[WeightVersion, ...]
     finish: Status
     text: str = ""
+    draft: DraftCounts = NO_DRAFTS
 
 
 class Sampler(Protocol):
@@ -191,6 +192,7 @@ class _Response:
         self.versions: list[WeightVersion] = []
         self.kv_versions: list[WeightVersion] = []
         self.text = ""
+        self.draft = NO_DRAFTS
 
     def add(self, completion: Completion) -> None:
         self.token_ids += completion.token_ids
@@ -199,6 +201,7 @@ class _Response:
         self.versions += completion.versions
         self.kv_versions += completion.kv_versions
         self.text = completion.text
+        self.draft = self.draft.plus(completion.draft)
 
     def observe(self, ids: tuple[int, ...]) -> None:
         self.token_ids += ids
@@ -218,4 +221,5 @@ class _Response:
             kv_versions=tuple(self.kv_versions),
             status=status,
             text=self.text,
+            draft=self.draft,
         )

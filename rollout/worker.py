@@ -6,9 +6,12 @@ built after that, so registering ours at import is early enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import vllm
@@ -20,7 +23,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import register_kernels
 
+from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
+from slipstream.rollout.speculation.head_student import HeadStudent
+from slipstream.rollout.speculation.lookahead import Lookahead
+from slipstream.rollout.speculation.runner_v1 import RunnerV1
+from slipstream.rollout.speculation.student import DraftModelStudent, Student
+from slipstream.rollout.speculation.tap import Tap
+from slipstream.rollout.speculation.updater import Updater
 
 REPAIRED_VERSION = "0.32.0"
 
@@ -65,10 +75,15 @@ def _dispatch_keeping_weight(layer: torch.nn.Module, remove_weight: bool) -> Non
     _dispatch(layer, remove_weight=False)
 
 
-def repack(model: torch.nn.Module) -> None:
-    """Pack every linear layer's weight for the CPU kernels again, tied heads included."""
+def repack(model: torch.nn.Module, *, but: torch.nn.Module | None = None) -> None:
+    """Pack every linear layer's weight for the CPU kernels again, tied heads included; those of ``but`` have not changed."""
+    unchanged = set(but.modules()) if but is not None else set()
     for module in model.modules():
-        if hasattr(module, "cpu_linear") and isinstance(getattr(module, "weight", None), torch.Tensor):
+        if (
+            module not in unchanged
+            and hasattr(module, "cpu_linear")
+            and isinstance(getattr(module, "weight", None), torch.Tensor)
+        ):
             _dispatch_keeping_weight(module, remove_weight=False)
 
 
@@ -151,5 +166,69 @@ for name, engine in {"mapped": MappedWeights, "plain_ipc": IpcWeights}.items():
         WeightTransferEngineFactory.register_engine(name, engine)
 
 
+def make_student(method: str, folder: Path, runner: RunnerV1, train: Literal["all", "body"], tokens: int) -> Student:
+    """The trainable copy of the draft that ``runner`` has loaded from ``folder``."""
+    borrowed, device, vocabulary = runner.borrowed(), runner.device, runner.vocabulary
+    if method in ("eagle3", "dflash"):
+        return HeadStudent(method, folder, device, train=train, borrowed=borrowed, vocabulary=vocabulary, tokens=tokens)  # type: ignore[arg-type]
+    return DraftModelStudent(folder, device, train=train, frozen=borrowed.keys())
+
+
 class WorkerExtension:
-    """Mixed into vLLM's worker.  Importing it is what counts: it brings the repairs and the engines above into that process."""
+    """Mixed into vLLM's worker.  Importing it brings the repairs and the engines above into that process; its methods are
+    called by name (``Engine``), so they carry ours."""
+
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def slipstream_watch_drafts(self, response_limit: int, most: int | None, learning: dict[str, Any] | None) -> bool:
+        """Begin to count verdicts on drafts; False where the runner is one that nothing here can watch (V2).
+
+        ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``method``,
+        ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder
+        of ``slipstream_save_draft`` to go on from.
+        """
+        if self.use_v2_model_runner:
+            assert learning is None and most is None, "Engine.start pins model runner V1 for these"
+            return False
+        runner = RunnerV1(self.model_runner)
+        updater = self.slipstream_updater(runner, **learning) if learning else None
+        self.slipstream_tap = Tap(runner, response_limit, updater, Lookahead(most) if most else None)
+        return True
+
+    def slipstream_updater(
+        self, runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, state: str | None
+    ) -> Updater:
+        chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
+        student = make_student(method, Path(folder), runner, chosen.train, tokens)
+
+        def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            runner.draft.load_weights(weights)
+            if current_platform.is_cpu():
+                repack(runner.draft, but=runner.target)
+
+        runner.measure()
+        updater = Updater(chosen, student, publish, lambda: runner.busy_s, tokens=tokens, max_length=runner.max_length)
+        if state is not None:
+            updater.load(Path(state))
+        return updater
+
+    def slipstream_new_policy(self, batch: int) -> None:
+        """The target holds the weights of another batch from now on."""
+        self.slipstream_tap.new_policy(batch)
+
+    def slipstream_save_draft(self, folder: str) -> None:
+        """Write down a draft that learns, for ``state`` of a later start."""
+        self.slipstream_tap.save(Path(folder))
+
+    def slipstream_draft_report(self) -> dict[str, Any]:
+        """Counters since ``slipstream_watch_drafts``."""
+        return self.slipstream_tap.report()
+
+    def slipstream_target_sha256(self) -> str:
+        """Over all parameters of the target, by name."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model_runner.get_model().named_parameters()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

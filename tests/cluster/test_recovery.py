@@ -193,6 +193,7 @@ def summary(telemetry: Telemetry, **changes: Any) -> dict[str, Any]:
         "throughput": {"rollout_tokens_per_s": 1.0, "trained_tokens_per_s": 2.0},
         "publishes": 4,
         "resumes": 0,
+        "draft": {},
     }
     return summarise(telemetry, **{**fields, **changes})
 

@@ -8,7 +8,7 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.distill.divergences import reverse_kl
+from slipstream.distill.divergences import forward_kl, reverse_kl
 
 INF = math.inf
 
@@ -46,6 +46,35 @@ def test_temperature_divides_both_logits():
     # At temperature 1/2 the odds 1 : 3 become 1 : 9; KL of (1/10, 9/10) to (1/2, 1/2) = 0.1 ln 0.2 + 0.9 ln 1.8 = 0.3680642.
     kl_T = reverse_kl(torch.tensor([[0.0, math.log(3)]]), torch.zeros(1, 2), temperature=0.5)
     torch.testing.assert_close(kl_T, torch.tensor([0.3680642]))
+
+
+def test_forward_kl_by_hand():
+    # π = (1/4, 3/4), π_T = (1/2, 1/2): KL(π_T ‖ π) = 1/2 ln 2 + 1/2 ln(2/3) = 0.1438410; dKL/dz = π − π_T = (-1/4, 1/4).
+    student_TV = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
+    kl_T = forward_kl(student_TV, torch.tensor([[5.0, 5.0]]))
+    torch.testing.assert_close(kl_T, torch.tensor([0.1438410]))
+    (2 * kl_T).sum().backward()
+    torch.testing.assert_close(student_TV.grad, torch.tensor([[-0.5, 0.5]]))
+
+
+def test_forward_kl_where_one_of_them_writes_nothing():
+    # The teacher's zero adds nothing: KL of (1, 0) to (1/2, 1/2) = ln 2.  The student's zero under a positive teacher: +inf.
+    only_first, both = torch.tensor([[0.0, -INF]]), torch.zeros(1, 2)
+    torch.testing.assert_close(forward_kl(both, only_first), torch.tensor([math.log(2)]))
+    assert forward_kl(only_first, both).item() == INF
+    torch.testing.assert_close(forward_kl(only_first, only_first), torch.zeros(1))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_forward_kl_matches_finite_differences_and_the_dense_form(chunk, temperature):
+    student_TV, teacher_TV = random_case()
+
+    def kl(student_TV):
+        return forward_kl(student_TV, teacher_TV, temperature=temperature, chunk=chunk)
+
+    assert torch.autograd.gradcheck(kl, student_TV)
+    torch.testing.assert_close(kl(student_TV), dense(teacher_TV, student_TV, temperature), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])

@@ -1,0 +1,173 @@
+"""``slipstream draft train``: a draft for a recipe's policy, from the policy's own responses to the recipe's prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.cluster.recovery import CACHE
+from slipstream.core.records import WeightVersion
+from slipstream.core.schema import Recipe
+from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
+from slipstream.rollout.engine import Engine
+from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
+from slipstream.rollout.speculation.training import Sample, Settings, Trainee, expected_acceptance, look, new_trainee, train
+from slipstream.rollout.tasks import open_source
+from slipstream.trainer.model import context_length, eos_token_ids, load_policy, load_tokenizer, resolve_model
+
+Progress = Callable[[str, int, int, float | None], None]
+"""What is being done, how far it is, of how much, and the loss where there is one."""
+HELD_OUT = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A draft that was made.  Lengths are expected acceptance lengths on responses that it was not trained on."""
+
+    path: Path
+    parameters: int
+    samples: int
+    tokens: int
+    length_before: float
+    length_after: float
+    accepted: list[float]
+    """Share of rounds in which the first k drafts are accepted, k = 1, 2, …"""
+    seconds: float
+
+
+def train_draft(recipe: Recipe, progress: Progress) -> Made:
+    """Sample, train, and write the folder that ``rollout.speculation.draft`` names (with ``draft.json``, the figures).
+
+    Raises ValueError for a recipe that no draft can be made for, or a folder that is there already.
+    """
+    speculation = recipe.rollout.speculation
+    path = _checked(speculation)
+    start = time.perf_counter()
+    model_path = resolve_model(recipe.model, recipe.seed, CACHE)
+    samples = asyncio.run(_sample(recipe, model_path, progress))
+    policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
+    trainee = new_trainee(speculation, policy, samples)
+    seen = []
+    for done, sample in enumerate(samples):
+        seen.append(look(policy, sample, trainee.layer_ids))
+        progress("reading", done + 1, len(samples), None)
+    apart = max(int(HELD_OUT * len(seen)), 1)
+    training = speculation.training
+    settings = Settings(
+        steps=training.steps,
+        batch_size=training.batch_size,
+        lr=training.lr,
+        temperature=recipe.rollout.sampling.temperature or 1.0,
+        tokens=speculation.tokens,
+        seed=recipe.seed,
+    )
+    before = expected_acceptance(trainee, policy, seen[:apart], settings)
+    for step, loss in enumerate(train(trainee, policy, seen[apart:], settings)):
+        progress("training", step + 1, training.steps, loss)
+    accepted = expected_acceptance(trainee, policy, seen[:apart], settings)
+    made = Made(
+        path=path,
+        parameters=sum(p.numel() for p in trainee.parameters()),
+        samples=len(samples),
+        tokens=sum(len(sample.ids) - sample.prompt_length for sample in samples),
+        length_before=1 + sum(before),
+        length_after=1 + sum(accepted),
+        accepted=accepted,
+        seconds=time.perf_counter() - start,
+    )
+    _write(trainee, model_path, made)
+    return made
+
+
+def _checked(speculation: Speculation) -> Path:
+    problems = []
+    if speculation.method not in DRAFT_CAN_BE_MADE:
+        expected = " or ".join(DRAFT_CAN_BE_MADE)
+        problems.append(f"rollout.speculation.method: got {speculation.method}, expected {expected}: there is nothing to train")
+    if speculation.draft is None:
+        problems.append("rollout.speculation.draft: got null, expected the folder to write")
+    elif (path := Path(speculation.draft).expanduser()).exists():
+        problems.append(f"rollout.speculation.draft: {path} is there already; remove it, or name another folder")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return path
+
+
+async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[Sample]:
+    """Responses to the first prompts of the training stream that fit, one each, in the recipe's own way of sampling."""
+    training, rollout = recipe.rollout.speculation.training, recipe.rollout
+    limit = recipe.model.max_length or context_length(model_path)
+    prompts = _prompts(recipe, model_path, limit)
+    sampling = rollout.sampling.model_copy(update={"max_tokens": training.max_tokens})
+    engine = await Engine.start(
+        model_path,
+        model=recipe.model,
+        rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
+        max_length=limit,
+        eos_ids=eos_token_ids(model_path),
+        seed=recipe.seed,
+        version=WeightVersion(0, 0),
+    )
+    try:
+        pending = [asyncio.create_task(_respond(engine, i, prompt)) for i, prompt in enumerate(prompts)]
+        samples = []
+        for ended in asyncio.as_completed(pending):
+            samples.append(await ended)
+            progress("sampling", len(samples), len(pending), None)
+    finally:
+        engine.shutdown()
+    shortest = rollout.speculation.tokens + 2
+    long_enough = [
+        sample for sample in sorted(samples, key=lambda s: s.ids) if len(sample.ids) - sample.prompt_length >= shortest
+    ]
+    if len(long_enough) < 2:
+        raise ValueError(
+            f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
+            "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
+        )
+    return long_enough
+
+
+async def _respond(engine: Engine, number: int, prompt_ids: tuple[int, ...]) -> Sample:
+    completion = await engine.sample(prompt_ids, request_id=f"draft-{number}")
+    return Sample(prompt_ids + completion.token_ids, len(prompt_ids))
+
+
+def _prompts(recipe: Recipe, model_path: Path, limit: int) -> list[tuple[int, ...]]:
+    source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
+    encoder = PromptEncoder(
+        load_tokenizer(model_path),
+        chat=recipe.data.chat,
+        system_prompt=recipe.data.system_prompt,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        max_length=limit,
+    )
+    found: list[tuple[int, ...]] = []
+    for position in range(len(source)):
+        if len(found) == recipe.rollout.speculation.training.samples:
+            break
+        try:
+            found.append(encoder.encode(source.task(0, position)))
+        except PromptTooLong:
+            continue
+    if not found:
+        raise ValueError("data: not one prompt fits; raise model.max_length or data.max_prompt_tokens")
+    return found
+
+
+def _write(trainee: Trainee, model_path: Path, made: Made) -> None:
+    """The whole folder or nothing."""
+    made.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.path.parent) as scratch:
+        folder = Path(scratch) / "draft"
+        trainee.save(folder)
+        load_tokenizer(model_path).save_pretrained(folder)
+        plain: dict[str, Any] = {**asdict(made), "path": str(made.path), "policy": str(model_path)}
+        (folder / "draft.json").write_text(json.dumps(plain, indent=1) + "\n")
+        folder.rename(made.path)

@@ -1,0 +1,68 @@
+"""A run whose draft learns while it serves, and goes on learning after a resume; a draft that does not fit starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from slipstream.cluster.recovery import CACHE
+from slipstream.core.audit import audit
+from slipstream.core.rundir import read_jsonl
+from slipstream.core.schema import Model
+from slipstream.trainer.model import resolve_model
+
+pytestmark = pytest.mark.cluster
+
+
+def make_draft(folder: Path, vocabulary: int = 64) -> Path:
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=2, initializer_range=0.08,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_model(Model(path="builtin:tiny"), 0, CACHE) / name, folder)
+    return folder
+
+
+def test_a_draft_learns_through_a_run_and_its_resume(start: Callable[..., Any], workshop: Path) -> None:
+    draft = make_draft(workshop / "draft")
+    speculation = f"{{method: draft_model, draft: {draft}, tokens: 3, tts: {{enabled: true, lr: 3.0e-3, baseline_rounds: 50}}}}"
+    run = start(
+        "learning", f"rollout.speculation={speculation}", "rollout.speculation.tts.max_cost_share=1.0", "schedule.steps=4"
+    )
+    assert run.wait() == 0, run.output()
+    drafts = run.summary()["draft"]
+    assert (drafts["method"], drafts["learns"], drafts["lossy"], drafts["kills"]) == ("draft_model", True, False, 0)
+    assert drafts["updates"] > 5 and drafts["rounds"] > 200 and 1.0 < drafts["acceptance_length"] < 4.0
+    assert audit(run.run).ok
+    steps = read_jsonl(run.run / "metrics.jsonl").records
+    assert sum(step["draft/updates"] for step in steps) == drafts["updates"]
+    assert all(0 <= step["draft/lag"] <= 4 for step in steps) and min(step["draft/lag"] for step in steps[1:]) < 3
+    saved = json.loads((run.run / "checkpoints" / "step-00000004" / "drafts" / "engine-0" / "draft.json").read_text())
+    assert saved["updates"] >= drafts["updates"]
+
+    again = start("learning", "schedule.steps=5", resume=True)
+    assert again.wait() == 0, again.output()
+    last = read_jsonl(run.run / "metrics.jsonl").records[-1]
+    assert last["draft/updates_total"] >= saved["updates"], "the draft began anew"
+    assert again.summary()["draft"]["rounds"] > drafts["rounds"]
+
+
+def test_a_draft_that_does_not_fit_starts_nothing(start: Callable[..., Any], workshop: Path) -> None:
+    draft = make_draft(workshop / "other", vocabulary=65)
+    run = start("refused", f"rollout.speculation={{method: draft_model, draft: {draft}, rejection: block}}")
+    assert run.wait() == 2
+    said = " ".join(run.output().split())
+    assert "rollout.speculation.draft" in said and "a vocabulary of 65, expected the target's 64" in said
+    assert "rollout.speculation.rejection: got block" in said
+    assert not run.run.exists()

@@ -1,0 +1,205 @@
+"""Updates of a draft in a plain loop of speculative decoding, with transformers models in place of the engine."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.core.speculation import TestTimeSpeculation
+from slipstream.rollout.speculation.runner_v1 import Judged, Round
+from slipstream.rollout.speculation.student import DraftModelStudent
+from slipstream.rollout.speculation.updater import Updater
+
+K = 3
+T = 0.5
+
+
+class Loop:
+    """Two requests decoded with drafts of K tokens: an exact, slow engine whose busy time grows by ``work_s`` a round."""
+
+    def __init__(self, target: Path, draft: Path, work_s: float = 1.0) -> None:
+        self.target, self.draft = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (target, draft))
+        self.generator = torch.Generator().manual_seed(0)
+        self.requests = {"a": [1, 9, 12, 6], "b": [1, 8, 7]}
+        self.prompts = {name: len(ids) for name, ids in self.requests.items()}
+        self.busy_s, self.work_s = 0.0, work_s
+        self.published = 0
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.published += 1
+        own = dict(self.draft.named_parameters())
+        for name, weight in weights:
+            own[name].data.copy_(weight)
+
+    @torch.no_grad()
+    def _probs(self, model, ids: list[int]) -> Tensor:
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+    def _draw(self, probs: Tensor) -> int:
+        return int(torch.multinomial(probs, 1, generator=self.generator))
+
+    def round(self) -> Round:
+        judged, logits, probs, committed = [], [], [], {}
+        for slot, (name, ids) in enumerate(self.requests.items()):
+            drafts, q = [], []
+            for _ in range(K):
+                q.append((self._probs(self.draft, ids + drafts)[-1] / T).softmax(-1))
+                drafts.append(self._draw(q[-1]))
+            rows = self._probs(self.target, ids + drafts)[len(ids) - 1 :]
+            p = (rows / T).softmax(-1)
+            accepted = 0
+            while (
+                accepted < K
+                and torch.rand((), generator=self.generator) < p[accepted, drafts[accepted]] / q[accepted][drafts[accepted]]
+            ):
+                accepted += 1
+            rest = p[K] if accepted == K else (p[accepted] - q[accepted]).clamp_min(0)
+            new = [*drafts[:accepted], self._draw(rest)]
+            judged.append(Judged(name, slot, self.prompts[name], len(ids), K, accepted, slot * K, T))
+            logits.append(rows[:K])
+            probs.append(torch.stack(q))
+            committed[name] = ids + new
+        self.requests = committed
+        self.busy_s += self.work_s
+        return Round(judged, torch.cat(logits), torch.cat(probs), lambda one: list(committed[one.request_id]))
+
+    @torch.no_grad()
+    def overlap(self) -> float:
+        """Σ min(p, q), the chance that a draft token is accepted, on 200 tokens that the target wrote itself."""
+        generator, ids = torch.Generator().manual_seed(1), [1, 10, 11, 6]
+        while len(ids) < 204:
+            probs = (self._probs(self.target, ids)[-1] / T).softmax(-1)
+            ids.append(int(torch.multinomial(probs, 1, generator=generator)))
+        p, q = ((self._probs(model, ids)[3:] / T).softmax(-1) for model in (self.target, self.draft))
+        return torch.minimum(p, q).sum(-1).mean().item()
+
+    def run(self, updater: Updater, rounds: int) -> list[int]:
+        """Accepted drafts per round and request; requests start again at 120 tokens."""
+        accepted = []
+        for _ in range(rounds):
+            verification = self.round()
+            accepted += [one.accepted for one in verification.judged]
+            updater.observe(verification, set(self.requests))
+            for name, ids in list(self.requests.items()):
+                if len(ids) > 120:
+                    del self.requests[name]
+                    self.requests[name + "'"] = ids[: self.prompts[name]]
+                    self.prompts[name + "'"] = self.prompts[name]
+        return accepted
+
+
+def settings(**keys) -> TestTimeSpeculation:
+    return TestTimeSpeculation.model_validate(
+        {"enabled": True, "lr": 3e-3, "baseline_rounds": 20, "max_cost_share": 1.0, **keys}
+    )
+
+
+def updater_of(loop: Loop, folder: Path, chosen: TestTimeSpeculation) -> Updater:
+    student = DraftModelStudent(folder, torch.device("cpu"), train=chosen.train)
+    return Updater(chosen, student, loop.publish, lambda: loop.busy_s, tokens=K, max_length=128)
+
+
+@pytest.fixture
+def loop(tiny: Path, small_draft: Path) -> Loop:
+    return Loop(tiny, small_draft)
+
+
+@pytest.mark.parametrize("rounds", ["all", "latest"])
+def test_what_is_learnt_holds_on_new_text(loop: Loop, small_draft: Path, rounds: str) -> None:
+    """Round 5 compares the copies, round 10 ends the baseline (20 verified drafts) and updates; then every fifth does."""
+    updater = updater_of(loop, small_draft, settings(rounds=rounds))
+    at_rest = loop.overlap()
+    loop.run(updater, 9)
+    assert updater.updates == loop.published == 0 and updater.watchdog.resting
+    loop.run(updater, 191)
+    assert updater.updates == loop.published == 39 and updater.kills == 0
+    assert loop.overlap() > at_rest + 0.05
+
+
+def test_a_copy_of_another_model_is_refused(loop: Loop, tiny: Path) -> None:
+    updater = updater_of(loop, tiny, settings())
+    loop.run(updater, 40)
+    assert updater.refused is not None and "not the same model" in updater.refused
+    assert updater.updates == loop.published == 0
+
+
+def test_a_rate_that_diverges_is_undone(loop: Loop, small_draft: Path) -> None:
+    """Adam at a rate of 1: the draft is destroyed, found worse than at rest, and put back as it was; the rate is halved."""
+    original = [p.clone() for p in loop.draft.parameters()]
+    updater = updater_of(loop, small_draft, settings(lr=1.0, kill_below=1.0, baseline_rounds=40))
+    updater.watchdog.baseline = updater.watchdog.average = 2.0  # a draft that had been good at rest
+    updater.watchdog._count = 40
+    while not updater.kills:
+        loop.run(updater, 5)
+        assert updater.updates < 100
+    assert updater.lr == 0.5
+    assert all(torch.equal(now, before) for now, before in zip(loop.draft.parameters(), original, strict=True))
+    assert not updater.watchdog.rings
+
+
+def test_a_loss_that_is_not_finite_is_undone(loop: Loop, small_draft: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    learnt = updater.updates
+    with torch.no_grad():
+        next(updater._student.model.parameters()).fill_(math.nan)
+    loop.run(updater, 5)
+    assert (updater.updates, updater.kills, updater.lr) == (learnt, 1, 1.5e-3)
+    assert all(torch.isfinite(p).all() for p in loop.draft.parameters())
+
+
+def test_updates_wait_when_they_cost_too_much(tiny: Path, small_draft: Path) -> None:
+    """A round of 10 µs pays for no update, which takes milliseconds; one of 1 s pays for every one."""
+    dear = Loop(tiny, small_draft, work_s=1e-5)
+    updater = updater_of(dear, small_draft, settings(max_cost_share=0.1))
+    dear.run(updater, 60)
+    assert updater.updates == 0 and updater.postponed > 30
+    assert all(len(request.lessons) <= 5 for request in updater._following.requests.values()), "lessons pile up"
+    cheap = Loop(tiny, small_draft, work_s=1.0)
+    updater = updater_of(cheap, small_draft, settings(max_cost_share=0.1))
+    cheap.run(updater, 60)
+    assert updater.updates == 11 and updater.postponed == 0
+
+
+def test_new_policy_weights_reset_adams_moments_and_keep_the_draft(loop: Loop, small_draft: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 30)
+    assert updater.learned_batch == 0 and updater._optimizer.state
+    before = [p.clone() for p in loop.draft.parameters()]
+    updater.new_policy(3)
+    assert not updater._optimizer.state and updater.learned_batch == 0
+    assert all(torch.equal(a, b) for a, b in zip(loop.draft.parameters(), before, strict=True))
+    loop.run(updater, 5)
+    assert updater.learned_batch == 3
+
+
+def test_a_saved_draft_goes_on_as_it_was(loop: Loop, tiny: Path, small_draft: Path, tmp_path: Path) -> None:
+    """Weights, Adam's moments and figures; the engine's draft, which has started as the original, gets the saved one."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 30)
+    updater.save(tmp_path)
+    other = Loop(tiny, small_draft)
+    again = updater_of(other, small_draft, settings())
+    again.load(tmp_path)
+    assert other.published == 1
+    assert all(torch.equal(a, b) for a, b in zip(other.draft.parameters(), loop.draft.parameters(), strict=True))
+    assert again.watchdog == updater.watchdog and (again.updates, again.lr) == (updater.updates, updater.lr) == (5, 3e-3)
+    mine, theirs = (u._optimizer.state_dict()["state"] for u in (updater, again))
+    assert mine.keys() == theirs.keys() and len(mine) > 5
+    assert all(torch.equal(mine[i][part], theirs[i][part]) for i in mine for part in ("step", "exp_avg", "exp_avg_sq"))
+    other.run(again, 10)
+    assert again.refused is None and again.updates == 6
+
+
+def test_memory_bounds_the_requests_that_are_followed(loop: Loop, small_draft: Path) -> None:
+    """One request: 5 · 3 rows of 64 float32, twice, and 128 tokens of 2 · 1 · 32 float32 in one layer: 40,448 bytes."""
+    each = (15 * 64 * 4 * 2 + 128 * 2 * 32 * 4) / 2**20
+    updater = updater_of(loop, small_draft, settings(max_memory_mib=1.5 * each))
+    loop.run(updater, 3)
+    assert len(updater._following.requests) == 1
+    with pytest.raises(ValueError, match=r"max_memory_mib: got .*, expected at least"):
+        updater_of(loop, small_draft, settings(max_memory_mib=0.9 * each))
