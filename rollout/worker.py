@@ -182,7 +182,8 @@ class WorkerExtension:
     use_v2_model_runner: bool
 
     def slipstream_watch_drafts(self, response_limit: int, most: int | None, learning: dict[str, Any] | None) -> bool:
-        """Begin to count verdicts on drafts; False where the runner is one that nothing here can watch (V2).
+        """Begin to count verdicts on drafts; False where nothing watches: on runner V2, and on a GPU where nothing of ours
+        acts, since reading verdicts would make it wait every round.
 
         ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``method``,
         ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder
@@ -190,6 +191,8 @@ class WorkerExtension:
         """
         if self.use_v2_model_runner:
             assert learning is None and most is None, "Engine.start pins model runner V1 for these"
+            return False
+        if not (current_platform.is_cpu() or learning or most):
             return False
         runner = RunnerV1(self.model_runner)
         updater = self.slipstream_updater(runner, **learning) if learning else None

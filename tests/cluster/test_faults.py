@@ -127,13 +127,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_equal_rewards_end_the_run(
 
 @pytest.fixture
 def small_disk(interrupted: Any) -> Iterator[Path]:
-    """A copy of the run whose checkpoints lie on a disk with room for one and a half."""
+    """A copy of the run, with its newest valid checkpoint on a disk that has room for one and a half."""
+    from slipstream.trainer.checkpoint import latest
+
     run = interrupted.run.with_name("full")
     shutil.copytree(interrupted.run, run, ignore=shutil.ignore_patterns(".draft-*"))  # a death may have come in mid-writing
-    places = sorted((run / "checkpoints").glob("step-*"))
-    for path in places[:-1]:
-        shutil.rmtree(path)
-    size = sum(file.stat().st_size for file in places[-1].rglob("*") if file.is_file())
+    valid, _ = latest(run / "checkpoints")
+    assert valid is not None
+    for path in (run / "checkpoints").glob("step-*"):
+        if path != valid:
+            shutil.rmtree(path)
+    (run / "checkpoints" / "LATEST").write_text(valid.name)
+    size = sum(file.stat().st_size for file in valid.rglob("*") if file.is_file())
     shutil.move(run / "checkpoints", run / "aside")
     (run / "checkpoints").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", str(run / "checkpoints")]

@@ -42,6 +42,7 @@ def pair(start: Start, workshop: Path) -> dict[str, Any]:
         "schedule={steps: 9, groups_per_step: 6, group_size: 6}",
         "algo={name: ppo, critic: {warmup_batches: 1, optimizer: {lr: 1.0e-3}}}",
         "algo.kl={coefficient: 0.05, target: 2.0, horizon: 100}",
+        "rollout.max_num_seqs=12",  # slower than the learner, so that weights arrive in the middle of responses
         "checkpoint.keep=20",
         "monitor.eval={every: 4, size: 16}",
     )

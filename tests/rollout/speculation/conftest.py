@@ -45,7 +45,7 @@ class Speculating:
         )  # fmt: skip
 
     def run(self, call):
-        return self.runner.run(asyncio.wait_for(call, 300))
+        return self.runner.run(asyncio.wait_for(call, 600))
 
     def answers(self, prompts: Prompts, temperature: float = 1.0) -> list[Completion]:
         """One answer each.  Greedy at temperature 0, which a recipe cannot ask for."""
