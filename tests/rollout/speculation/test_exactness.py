@@ -7,7 +7,7 @@ import pytest
 from slipstream.core.speculation import Speculation, TestTimeSpeculation
 from slipstream.rollout import engine as engine_module
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = [(1, 4 + i % 10, 5 + i % 7, 6 + i % 13) for i in range(3000)]
 TEMPERATURES = (0.5, 1.0)
