@@ -245,7 +245,7 @@ def after_the_update(running: Running, prompts: Sequence[tuple[int, ...]], answe
 def test_tokens_after_an_update_attend_to_the_entries_they_say(tmp_path: Path, kv_on_update: KvOnUpdate) -> None:
     """``recompute``: the log-probs are the new policy's, to 1e-4.  ``keep``: they are nobody's, since the entries are older."""
     path = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
-    running = Running(path, f"test-kv-{kv_on_update}", kv_on_update=kv_on_update)
+    running = Running(path, f"test-kv-{kv_on_update}", max_tokens=160, kv_on_update=kv_on_update)
     try:
         answers = running.run(updated_midway(running, PROMPTS[:48], "midway"))
         off = after_the_update(running, PROMPTS[:48], answers)
