@@ -41,7 +41,7 @@ test-all: install
 	$(BIN)/python -m pytest $(PARALLEL)
 
 unit: install
-	$(BIN)/python -m pytest -m "not engine and not learner and not cluster"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not learner and not cluster"
 
 lint: install
 	$(BIN)/ruff check .
