@@ -63,12 +63,8 @@ def _require_comparable(student_TV: Tensor, teacher_TV: Tensor, temperature: flo
 class _ReverseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student_TV: Tensor, teacher_TV: Tensor, temperature: float, chunk: int) -> Tensor:
-        dtype = torch.float64 if student_TV.dtype == torch.float64 else torch.float32
-        scales = [_Scale.of(logits_TV, temperature, chunk, dtype) for logits_TV in (student_TV, teacher_TV)]
-        kl_T = torch.zeros(len(student_TV), dtype=dtype, device=student_TV.device)
-        for student_TC, teacher_TC in zip(student_TV.split(chunk, dim=-1), teacher_TV.split(chunk, dim=-1), strict=True):
-            probs_TC, gap_TC = _probabilities_and_gap(student_TC, teacher_TC, *scales)
-            kl_T += gap_TC.mul_(probs_TC).sum(dim=-1)
+        scales = _scales(student_TV, teacher_TV, temperature, chunk)
+        kl_T = _kl(student_TV, teacher_TV, *scales, chunk)
         ctx.save_for_backward(student_TV, teacher_TV, kl_T)
         ctx.scales, ctx.chunk = scales, chunk
         return kl_T
@@ -91,12 +87,8 @@ class _ReverseKL(torch.autograd.Function):
 class _ForwardKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student_TV: Tensor, teacher_TV: Tensor, temperature: float, chunk: int) -> Tensor:
-        dtype = torch.float64 if student_TV.dtype == torch.float64 else torch.float32
-        scales = [_Scale.of(logits_TV, temperature, chunk, dtype) for logits_TV in (student_TV, teacher_TV)]
-        kl_T = torch.zeros(len(student_TV), dtype=dtype, device=student_TV.device)
-        for student_TC, teacher_TC in zip(student_TV.split(chunk, dim=-1), teacher_TV.split(chunk, dim=-1), strict=True):
-            probs_TC, gap_TC = _probabilities_and_gap(teacher_TC, student_TC, scales[1], scales[0])
-            kl_T += gap_TC.mul_(probs_TC).sum(dim=-1)
+        scales = _scales(student_TV, teacher_TV, temperature, chunk)
+        kl_T = _kl(teacher_TV, student_TV, *reversed(scales), chunk)
         ctx.save_for_backward(student_TV, teacher_TV)
         ctx.scales, ctx.chunk = scales, chunk
         return kl_T
@@ -135,6 +127,22 @@ class _Scale:
     def log_softmax(self, logits_TC: Tensor) -> Tensor:
         """The maximum goes first: its sum with the logarithm would round away the digits that matter when logits are large."""
         return (logits_TC.to(self.top_T1.dtype) / self.temperature).sub_(self.top_T1).sub_(self.log_total_T1)
+
+
+def _scales(student_TV: Tensor, teacher_TV: Tensor, temperature: float, chunk: int) -> tuple[_Scale, _Scale]:
+    """Of student and teacher, in the precision of the student: float32, or float64."""
+    dtype = torch.float64 if student_TV.dtype == torch.float64 else torch.float32
+    student, teacher = (_Scale.of(logits_TV, temperature, chunk, dtype) for logits_TV in (student_TV, teacher_TV))
+    return student, teacher
+
+
+def _kl(from_TV: Tensor, to_TV: Tensor, from_scale: _Scale, to_scale: _Scale, chunk: int) -> Tensor:
+    """KL(from ‖ to) per token, ``chunk`` columns at a time."""
+    kl_T = torch.zeros_like(from_scale.log_total_T1[:, 0])
+    for from_TC, to_TC in zip(from_TV.split(chunk, dim=-1), to_TV.split(chunk, dim=-1), strict=True):
+        probs_TC, gap_TC = _probabilities_and_gap(from_TC, to_TC, from_scale, to_scale)
+        kl_T += gap_TC.mul_(probs_TC).sum(dim=-1)
+    return kl_T
 
 
 def _probabilities_and_gap(student_TC: Tensor, teacher_TC: Tensor, student: _Scale, teacher: _Scale) -> tuple[Tensor, Tensor]:
