@@ -43,6 +43,8 @@ def fully_stale(trajectory: Trajectory, learner: WeightVersion, schedule: Schedu
 
 def decay(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> list[float]:
     """``lag_decay`` to the power of the lag times ``kv_lag_decay`` to the power of the KV lag, per response token [L]."""
+    if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
+        return [1.0] * len(trajectory.token_ids)
     pairs = zip(lags(trajectory.policy_versions, learner), lags(trajectory.kv_versions, learner), strict=True)
     return [schedule.lag_decay**lag * schedule.kv_lag_decay**kv_lag for lag, kv_lag in pairs]
 
