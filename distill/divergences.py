@@ -88,7 +88,7 @@ class _ForwardKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student_TV: Tensor, teacher_TV: Tensor, temperature: float, chunk: int) -> Tensor:
         scales = _scales(student_TV, teacher_TV, temperature, chunk)
-        kl_T = _kl(teacher_TV, student_TV, *reversed(scales), chunk)
+        kl_T = _kl(teacher_TV, student_TV, scales[1], scales[0], chunk)
         ctx.save_for_backward(student_TV, teacher_TV)
         ctx.scales, ctx.chunk = scales, chunk
         return kl_T
