@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from slipstream.core.speculation import Speculation
-from slipstream.distill.divergences import forward_kl
 from slipstream.rollout.speculation.context import Context
 from slipstream.rollout.speculation.eagle3 import Eagle3Head, new_head
+from slipstream.rollout.speculation.loss import draft_loss, position_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +235,11 @@ def _schedule(step: int, steps: int) -> float:
 
 def _loss(trainee: Trainee, seen: Seen, head_VH: Tensor, unroll: int, settings: Settings) -> Tensor:
     logits_KAV, anchors_A = trainee.drafts(seen, unroll)
-    loss = torch.zeros(())
-    weights = [math.exp(-k / settings.decay) for k in range(len(logits_KAV))]
-    for k, weight in enumerate(weights):
-        policy_AV = F.linear(seen.final_TH[anchors_A + k], head_VH)
-        kl_A = forward_kl(logits_KAV[k], policy_AV, temperature=settings.temperature)
-        loss = loss + weight * kl_A.mean() / sum(weights)
-    return loss
+    ks_K = torch.arange(len(logits_KAV))
+    policy_KAV = F.linear(seen.final_TH[anchors_A + ks_K[:, None]], head_VH)
+    weights_KA = position_weights(ks_K + 1, settings.decay)[:, None].expand(logits_KAV.shape[:2])
+    now_RV, target_RV = (logits.flatten(0, 1) / settings.temperature for logits in (logits_KAV, policy_KAV))
+    return draft_loss(now_RV, target_RV, None, weights_KA.flatten(), proximal=0.0)
 
 
 @torch.no_grad()
