@@ -8,15 +8,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slipstream.cluster.recovery import CACHE
+from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.recovery import CACHE, prompt_encoder
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
 from slipstream.rollout.engine import Engine
-from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 from slipstream.rollout.speculation.training import Sample, Settings, Trainee, expected_acceptance, look, new_trainee, train
 from slipstream.rollout.tasks import open_source
 from slipstream.trainer.model import context_length, eos_token_ids, load_policy, load_tokenizer, resolve_model
@@ -103,7 +104,7 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
     """Responses to the first prompts of the training stream that fit, one each, in the recipe's own way of sampling."""
     training, rollout = recipe.rollout.speculation.training, recipe.rollout
     limit = recipe.model.max_length or context_length(model_path)
-    prompts = _prompts(recipe, model_path, limit)
+    prompts = _prompts(recipe, model_path)
     sampling = rollout.sampling.model_copy(update={"max_tokens": training.max_tokens})
     engine = await Engine.start(
         model_path,
@@ -139,26 +140,11 @@ async def _respond(engine: Engine, number: int, prompt_ids: tuple[int, ...]) -> 
     return Sample(prompt_ids + completion.token_ids, len(prompt_ids))
 
 
-def _prompts(recipe: Recipe, model_path: Path, limit: int) -> list[tuple[int, ...]]:
+def _prompts(recipe: Recipe, model_path: Path) -> list[tuple[int, ...]]:
+    """The first of the training stream that a run would ask, as many as ``training.samples`` or as there are."""
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
-    encoder = PromptEncoder(
-        load_tokenizer(model_path),
-        chat=recipe.data.chat,
-        system_prompt=recipe.data.system_prompt,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        max_length=limit,
-    )
-    found: list[tuple[int, ...]] = []
-    for position in range(len(source)):
-        if len(found) == recipe.rollout.speculation.training.samples:
-            break
-        try:
-            found.append(encoder.encode(source.task(0, position)))
-        except PromptTooLong:
-            continue
-    if not found:
-        raise ValueError("data: not one prompt fits; raise model.max_length or data.max_prompt_tokens")
-    return found
+    cursor = Cursor(source, prompt_encoder(recipe, model_path), epochs=1)
+    return [prompt_ids for _, prompt_ids in islice(iter(cursor.next, None), recipe.rollout.speculation.training.samples)]
 
 
 def _write(trainee: Trainee, model_path: Path, made: Made) -> None:

@@ -74,7 +74,7 @@ class Parts:
 def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
     """Open data and model, and find the last checkpoint if ``resume``.  Raises ValueError for what the user has to mend."""
     path = resolve_model(recipe.model, recipe.seed, CACHE)
-    encoder = _encoder(recipe, path)
+    encoder = prompt_encoder(recipe, path)
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
     fresh = Parts(
         run_id=run_id,
@@ -206,10 +206,11 @@ def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
     if not recipe.monitor.eval.size:
         return []
     source = open_source(recipe.data, recipe.seed, "eval", recipe.monitor.eval)
-    return Cursor(source, _encoder(recipe, model_path), 1).all()
+    return Cursor(source, prompt_encoder(recipe, model_path), 1).all()
 
 
-def _encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
+def prompt_encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
+    """Prompts as a run sees them; those that leave no room for a response do not fit."""
     limit = recipe.model.max_length or context_length(model_path)
     return PromptEncoder(
         load_tokenizer(model_path),
