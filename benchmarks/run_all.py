@@ -16,6 +16,7 @@ BENCHMARKS = (
     "staleness",
     "distillation",
     "algorithms",
+    "speculative_rl",
     "lookahead",
 )
 

@@ -1,24 +1,37 @@
 """Test-Time Speculation on SmolLM2-135M: a frozen EAGLE-3 head against one that learns while it serves, on the same responses.
 
-The policy's responses are recorded once, with the hidden states; every arm then replays them.  A token x of the policy's was
-accepted from a draft q with probability min(1, q(x) / p(x)) (speculative sampling is exact), so a replay gives the acceptance
-that the arm would have had, with the same random numbers for all arms.  The head is made by `slipstream draft train` on other,
-short responses.  EOS is not sampled, so that responses are long.
+Replay: the policy's responses are recorded once, with the hidden states; every arm then replays them.  A token x of the
+policy's was accepted from a draft q with probability min(1, q(x) / p(x)) (speculative sampling is exact), so a replay gives
+the acceptance that the arm would have had, with the same random numbers for all arms.  The head is made by `slipstream draft
+train` on other, short responses.  EOS is not sampled, so that responses are long.
 
 acceptance_<arm>_<from>        expected tokens per round, in bins of 250 tokens of the response
 acceptance_gain_long           tts − frozen beyond 500 tokens, per prompt
 acceptance_gain_early          the same within the first 400 tokens
 acceptance_gain_novel          the same over rounds whose next 5 tokens are no repetition of the response so far
+acceptance_gain_after_drift    tts − frozen on responses of a policy that was fine-tuned on Python source, with the same head
+drift_nats                     log-probability per token that the fine-tuning gave those responses
 repeated_share                 rounds that are such a repetition
-update_s, rounds_per_update    seconds of one update of the head (one thread)
+update_s_<arm>                 seconds of one update of the head, and of the drafts before it (one thread)
+
+Live: two prompts, one request at a time, in the engine; responses go on past EOS.
+
+tokens_ratio_<arm>_vs_none_<n>     tokens per second over those without speculation, at n tokens of the response
+tokens_ratio_vs_frozen_<n>         of tts over the frozen head
+live_acceptance_<arm>              tokens per round
+update_cost_share                  of the engine's working time
+tokens_ratio_<arm>_vs_none_batch4  four requests at a time, 250 tokens each
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -80,19 +93,13 @@ def main() -> None:
     quick = arguments(__doc__).quick
     prepare_environment()
     torch.set_num_threads(1)
-    head_path = WORK / "models" / "smollm2-eagle3"
-    if not head_path.is_dir():
-        say("making the head")
-        prompts_file = HERE / "tts_prompts.jsonl"
-        slipstream(
-            "draft", "train", str(RECIPE), f"data.source={prompts_file}", f"rollout.speculation.draft={head_path}", "--quiet"
-        )
+    head_path = made_head()
     policy, tokenizer = load_policy()
-    prompts, length = ((0, 3), 600) if quick else (range(len(PROMPTS)), 1250)
     figures: dict[str, list[float]] = defaultdict(list)
     made = json.loads((head_path / "draft.json").read_text())
     figures["acceptance_on_short_responses"].append(made["length_after"])
-    for number, ids, prompt_length in record(policy, tokenizer, list(prompts), length):
+    prompts, length = ((0, 3), 600) if quick else (range(len(PROMPTS)), 1250)
+    for number, ids, prompt_length in record(policy, tokenizer, list(prompts), length, "own"):
         response = look_at(policy, head_path, number, ids, prompt_length)
         rounds = {}
         for name, arm in ARMS.items():
@@ -102,8 +109,21 @@ def main() -> None:
         record_figures(figures, rounds, length)
         means = {name: round(sum(r.expected for r in of_arm) / len(of_arm), 3) for name, of_arm in rounds.items()}
         say(f"prompt {number}: {means}, repeated {figures['repeated_share'][-1]:.2f}")
+    drifted(policy, tokenizer, head_path, figures, list(prompts)[: 1 if quick else 4], 600)
+    live(policy, tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
+    if not quick:
+        live_batch(policy, tokenizer, head_path, figures)
     setup = {"model": "SmolLM2-135M-Instruct", "draft": made, "tokens": TOKENS, "temperature": TEMPERATURE, "length": length}
     finish("tts", figures, quick, **setup)
+
+
+def made_head() -> Path:
+    path = WORK / "models" / "smollm2-eagle3"
+    if not path.is_dir():
+        say("making the head")
+        prompts = HERE / "tts_prompts.jsonl"
+        slipstream("draft", "train", str(RECIPE), f"data.source={prompts}", f"rollout.speculation.draft={path}", "--quiet")
+    return path
 
 
 def load_policy() -> tuple[Any, Any]:
@@ -116,17 +136,14 @@ def load_policy() -> tuple[Any, Any]:
     return load_policy(path, recipe.model).eval().requires_grad_(False), load_tokenizer(path)
 
 
-def record(policy: Any, tokenizer: Any, prompts: list[int], length: int) -> Iterator[tuple[int, Tensor, int]]:
+def record(policy: Any, tokenizer: Any, prompts: list[int], length: int, whose: str) -> Iterator[tuple[int, Tensor, int]]:
     """Responses of exactly ``length`` tokens, sampled once and kept; prompt and response ids, and the prompt's length."""
-    file = WORK / f"tts-responses-{length}.pt"
+    file = WORK / f"tts-responses-{whose}-{length}.pt"
     known: dict[int, tuple[Tensor, int]] = torch.load(file) if file.is_file() else {}
     for number in prompts:
         if number not in known:
             say(f"recording {length} tokens of prompt {number}")
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": PROMPTS[number]}], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, return_tensors="pt").input_ids
+            ids = torch.tensor([encoded(tokenizer, number)])
             torch.manual_seed(number)
             found = policy.generate(
                 ids,
@@ -142,6 +159,13 @@ def record(policy: Any, tokenizer: Any, prompts: list[int], length: int) -> Iter
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.save(known, file)
         yield (number, *known[number])
+
+
+def encoded(tokenizer: Any, number: int) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPTS[number]}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text).input_ids
 
 
 def ending(policy: Any) -> list[int]:
@@ -298,6 +322,146 @@ def record_figures(figures: dict[str, list[float]], rounds: dict[str, list[Round
     figures["acceptance_gain_early"].append(mean("tts", 0, 400) - mean("frozen", 0, 400))
     figures["acceptance_gain_novel"].append(mean("tts", novel=True) - mean("frozen", novel=True))
     figures["repeated_share"].append(sum(r.repeated for r in rounds["frozen"]) / len(rounds["frozen"]))
+
+
+# ---- a policy that has moved
+
+
+def drifted(
+    policy: Any, tokenizer: Any, head_path: Path, figures: dict[str, list[float]], prompts: list[int], length: int
+) -> None:
+    moved = fine_tuned(policy, tokenizer)
+    for number, ids, prompt_length in record(moved, tokenizer, prompts, length, "moved"):
+        response = look_at(moved, head_path, number, ids, prompt_length)
+        before = look_at(policy, head_path, number, ids, prompt_length)
+        figures["drift_nats"].append((response.logp_R - before.logp_R).mean().item())
+        means = {}
+        for name in ("frozen", "tts"):
+            rounds = list(replay(moved, head_path, response, ARMS[name], figures, f"{name}_after_drift"))
+            for low in range(0, length - 199, 200):
+                chosen = [r.expected for r in rounds if low <= r.position < low + 200]
+                figures[f"acceptance_{name}_after_drift_{low}"].append(sum(chosen) / len(chosen))
+            means[name] = sum(r.expected for r in rounds) / len(rounds)
+        figures["acceptance_gain_after_drift"].append(means["tts"] - means["frozen"])
+        say(f"after drift, prompt {number}: {means}, moved by {figures['drift_nats'][-1]:.3f} nats per token")
+
+
+def fine_tuned(policy: Any, tokenizer: Any, steps: int = 60, width: int = 256, batch: int = 4) -> Any:
+    """The policy after a few steps on source code of Python's own library, kept for the next time."""
+    from transformers import AutoModelForCausalLM
+
+    path = WORK / "models" / "smollm2-moved"
+    if not path.is_dir():
+        say("fine-tuning the policy")
+        moved = type(policy)(policy.config)
+        moved.load_state_dict(policy.state_dict())
+        ids = torch.tensor(
+            tokenizer("".join(inspect.getsource(module) for module in (argparse, asyncio.tasks, inspect))).input_ids
+        )
+        rows = ids[: len(ids) // width * width].view(-1, width)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        optimizer = torch.optim.AdamW(moved.parameters(), lr=5e-5)
+        for step in range(steps):
+            chosen = rows[order[torch.arange(step * batch, (step + 1) * batch) % len(rows)]]
+            loss = moved(chosen, labels=chosen, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        moved.save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+
+
+# ---- live
+
+
+def speculations(head_path: Path) -> dict[str, dict[str, Any]]:
+    head = {"method": "eagle3", "draft": str(head_path), "tokens": TOKENS}
+    return {
+        "none": {},
+        "ngram": {"method": "ngram", "tokens": TOKENS, "lookup_min": 2, "lookup_max": 3},
+        "frozen": head,
+        "tts": {**head, "tts": {"enabled": True, "every": ARMS["tts"].every, "lr": ARMS["tts"].lr, "train": "body"}},
+    }
+
+
+def live(
+    policy: Any, tokenizer: Any, head_path: Path, figures: dict[str, list[float]], marks: Sequence[int], numbers: Sequence[int]
+) -> None:
+    """One request at a time; every arm starts anew for each prompt, so that it has learnt from this response alone."""
+    for number in numbers:
+        prompt = encoded(tokenizer, number)
+        speeds = {}
+        for arm, keys in speculations(head_path).items():
+            speeds[arm], stats = asyncio.run(served(policy, head_path, keys, [prompt], marks))
+            say(f"live, prompt {number}, {arm}: {speeds[arm]} tokens per second")
+            if stats is not None:
+                figures[f"live_acceptance_{arm}"].append(1 + stats.acceptance.accepted / max(stats.acceptance.rounds, 1))
+                if stats.learning is not None:
+                    figures["update_cost_share"].append(stats.learning.update_s / stats.learning.busy_s)
+        record_speeds(figures, speeds, {mark: str(mark) for mark in marks})
+
+
+def live_batch(policy: Any, tokenizer: Any, head_path: Path, figures: dict[str, list[float]], tokens: int = 250) -> None:
+    prompts = [encoded(tokenizer, number) for number in range(4)]
+    speeds = {}
+    for arm, keys in speculations(head_path).items():
+        speeds[arm], _ = asyncio.run(served(policy, head_path, keys, prompts, [tokens]))
+        say(f"live, four at a time, {arm}: {speeds[arm]} tokens per second")
+    record_speeds(figures, speeds, {tokens: "batch4"})
+
+
+def record_speeds(figures: dict[str, list[float]], speeds: Mapping[str, Mapping[int, float]], names: Mapping[int, str]) -> None:
+    for mark, name in names.items():
+        for arm in ("ngram", "frozen", "tts"):
+            figures[f"tokens_ratio_{arm}_vs_none_{name}"].append(speeds[arm][mark] / speeds["none"][mark])
+        figures[f"tokens_ratio_vs_frozen_{name}"].append(speeds["tts"][mark] / speeds["frozen"][mark])
+
+
+async def served(
+    policy: Any, head_path: Path, keys: Mapping[str, Any], prompts: Sequence[Sequence[int]], marks: Sequence[int]
+) -> tuple[dict[int, float], Any]:
+    """Tokens per second of an engine of its own until each request has written so many tokens (on average), and its drafts."""
+    from slipstream.cluster.recovery import CACHE
+    from slipstream.core.recipe import load_recipe
+    from slipstream.core.records import WeightVersion
+    from slipstream.core.schema import Sampling
+    from slipstream.core.speculation import Speculation
+    from slipstream.rollout.engine import Engine
+    from slipstream.trainer.model import resolve_model
+
+    class Unending(Engine):
+        def _params(self, seed: int | None, max_tokens: int) -> Any:
+            params = super()._params(seed, max_tokens)
+            params.ignore_eos = True
+            return params
+
+    recipe = load_recipe([RECIPE], [])
+    speculation = Speculation.model_validate(keys)
+    sampling = Sampling(temperature=TEMPERATURE, max_tokens=max(marks))
+    rollout = recipe.rollout.model_copy(update={"speculation": speculation, "sampling": sampling, "max_num_seqs": len(prompts)})
+    engine = await Unending.start(
+        resolve_model(recipe.model, recipe.seed, CACHE),
+        model=recipe.model,
+        rollout=rollout,
+        max_length=recipe.model.max_length or 2048,
+        eos_ids=(),
+        seed=0,
+        version=WeightVersion(0, 0),
+        draft_path=head_path if speculation.draft else None,
+    )
+    try:
+        started, reached = time.perf_counter(), {}
+        requests = [asyncio.create_task(engine.sample(tuple(p), request_id=str(i))) for i, p in enumerate(prompts)]
+        while not all(request.done() for request in requests):
+            await asyncio.wait(requests, timeout=0.02)
+            written = engine.sampled_tokens
+            for mark in marks:
+                if mark not in reached and written >= mark * len(prompts):
+                    reached[mark] = written / (time.perf_counter() - started)
+        await asyncio.gather(*requests)
+        return reached, await engine.drafts()
+    finally:
+        engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from slipstream.core.weights import Bucket, TensorSpec
 if TYPE_CHECKING:
     from slipstream.rollout.engine import CommitTimes
     from slipstream.rollout.speculation.acceptance import DraftStats
+    from slipstream.rollout.speculation.sharing import DraftShare
     from slipstream.rollout.weights import TransportName
 
 
@@ -169,6 +170,28 @@ class RolloutActor:
 
     async def save_draft(self, folder: Path) -> None:
         await self._engine.save_draft(folder)
+
+    async def lend_draft(self) -> DraftShare:
+        """The weights of this engine's draft, for averaging."""
+        from safetensors.numpy import load_file
+
+        with self._stager.scratch("lent-draft") as file:
+            accepted = await self._engine.lend_draft(file)
+            return await asyncio.to_thread(load_file, file), accepted
+
+    async def average_drafts(self, *shares: DraftShare) -> dict[str, np.ndarray] | None:
+        from slipstream.rollout.speculation.sharing import average
+
+        return await asyncio.to_thread(average, shares)
+
+    async def adopt_draft(self, weights: dict[str, np.ndarray] | None) -> None:
+        """Let this engine's draft go on from an average; None, where there was nothing to average, changes nothing."""
+        from safetensors.numpy import save_file
+
+        if weights is not None:
+            with self._stager.scratch("adopted-draft") as file:
+                await asyncio.to_thread(save_file, weights, file)
+                await self._engine.adopt_draft(file)
 
     async def check_health(self) -> None:
         await self._engine.check_health()

@@ -281,6 +281,7 @@ def sample_record(
         "rewards": dict(trajectory.rewards),
         "advantage": advantage,
         "status": trajectory.status,
+        "draft": trajectory.draft._asdict(),
         "outcome": outcome,
     }
 

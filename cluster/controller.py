@@ -29,7 +29,7 @@ from slipstream.algos.kl import adapted_coefficient
 from slipstream.cluster import recovery
 from slipstream.cluster.actors import RunPlace
 from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
-from slipstream.cluster.drafts import DraftUsage, saved_drafts, summarise_drafts
+from slipstream.cluster.drafts import DraftUsage, saved_drafts, share_drafts, summarise_drafts
 from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import describe
 from slipstream.cluster.fleet import Fleet
@@ -129,6 +129,7 @@ class Controller:
             stats = await self.fleet.stats()
             self.usage.begin(stats)
             self.drafts.begin([s.drafts for s in stats])
+            sharing = self._share_drafts(loops)
             await (self._imitate() if self.recipe.algo.name == "sft" else self._reinforce())
             await self.publisher.finish()
             if self.flow.confirmed < self.flow.learner and not self._stopping:
@@ -141,7 +142,13 @@ class Controller:
                 self.stage = "evaluating"
                 await self.evaluator.finish()
                 await self.evaluator.run(self.flow.learner.batch)
-            watching.cancel()
+            for loop in (watching, *sharing):
+                loop.cancel()
+
+    def _share_drafts(self, loops: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        speculation = self.recipe.rollout.speculation
+        every_s = speculation.tts.share_every_s if speculation.learns else None
+        return [loops.create_task(share_drafts(self.fleet, every_s, self.telemetry))] if every_s else []
 
     async def _start_fleet(self) -> None:
         transport = transport_name(self.recipe)

@@ -64,9 +64,10 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
         steps=training.steps,
         batch_size=training.batch_size,
         lr=training.lr,
-        temperature=recipe.rollout.sampling.temperature or 1.0,
+        temperature=recipe.rollout.sampling.temperature,
         tokens=speculation.tokens,
         seed=recipe.seed,
+        decay=speculation.tts.decay or float(speculation.tokens),
     )
     before = expected_acceptance(trainee, policy, seen[:apart], settings)
     for step, loss in enumerate(train(trainee, policy, seen[apart:], settings)):

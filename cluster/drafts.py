@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.metrics import Last, Mean, Metrics, Sum
 from slipstream.core.schema import Recipe
@@ -36,6 +38,14 @@ def draft_folder(recipe: Recipe, cache: Path) -> Path | None:
 def saved_drafts(checkpoint: Path | None) -> list[Path]:
     """What the engines wrote down of drafts that learn, the first engine's first; none in a checkpoint without."""
     return sorted((checkpoint / FOLDER).iterdir()) if checkpoint is not None and (checkpoint / FOLDER).is_dir() else []
+
+
+async def share_drafts(fleet: Fleet, every_s: float, telemetry: Telemetry) -> None:
+    """Average the engines' drafts again and again, until cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        await fleet.share_drafts()
+        telemetry.event("drafts_shared", engines=len(fleet.members))
 
 
 class DraftUsage:

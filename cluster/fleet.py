@@ -101,6 +101,12 @@ class Fleet:
         """Write down every engine's draft, one folder each."""
         await asyncio.gather(*(m.actor.save_draft.remote(folder / f"engine-{m.index}") for m in self.members))
 
+    async def share_drafts(self) -> None:
+        """Let every engine's draft go on from the average of all; the weights travel between the engines' actors alone."""
+        shares = [member.actor.lend_draft.remote() for member in self.members]
+        average = self.members[0].actor.average_drafts.remote(*shares)
+        await asyncio.gather(*(member.actor.adopt_draft.remote(average) for member in self.members))
+
     async def sampled_tokens(self) -> int:
         return sum(s.sampled_tokens for s in await self.stats())
 

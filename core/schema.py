@@ -356,7 +356,9 @@ class Recipe(Section):
 
     def _speculation_problems(self) -> Problems:
         rollout = self.rollout
-        found = rollout.speculation.problems(seeded=rollout.sampling.seeded, tensor_parallel=rollout.tensor_parallel)
+        found = rollout.speculation.problems(
+            seeded=rollout.sampling.seeded, tensor_parallel=rollout.tensor_parallel, engines=rollout.engines
+        )
         return [(f"rollout.speculation.{key}", problem) for key, problem in found]
 
     def _distill_problems(self) -> Problems:

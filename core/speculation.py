@@ -45,6 +45,9 @@ class TestTimeSpeculation(Section):
     max_cost_share: Fraction = Field(0.15, description="share of the engine's time that updates may take; they wait beyond it")
     max_replica_kl: Rate = Field(1e-3, description="nats between the draft in the engine and its trainable copy, at the start")
     baseline_rounds: Positive = Field(20, description="rounds that measure the draft at rest, first and after new weights")
+    share_every_s: Rate | None = Field(
+        None, description="seconds between two averagings of the engines' drafts, by accepted tokens; default: never"
+    )
     kill_below: Fraction = Field(
         0.95, description="share of the baseline's acceptance length; below it the last good draft is restored"
     )
@@ -127,19 +130,19 @@ class Speculation(Section):
     @property
     def lossy(self) -> bool:
         """Whether responses may differ in law from the policy's own."""
-        return self.rejection == "synthetic"
+        return self.on and self.rejection == "synthetic"
 
     @property
     def draws(self) -> Literal["probabilistic", "greedy"]:
         """How drafts are drawn, with the default filled in."""
         return self.sample or ("greedy" if self.universal else "probabilistic")
 
-    def problems(self, *, seeded: bool, tensor_parallel: int) -> Problems:
+    def problems(self, *, seeded: bool, tensor_parallel: int, engines: int) -> Problems:
         """Broken rules that need neither files nor a device, as (key within this section, problem)."""
         if not self.on:
-            without = {"draft": self.draft is not None, "universal": self.universal, "tts.enabled": self.tts.enabled}
-            return [(key, "acts only with a rollout.speculation.method; set one") for key, given in without.items() if given]
-        return [*self._draft_problems(), *self._judging_problems(seeded), *self._learning_problems(tensor_parallel)]
+            given = [] if "method" in self.model_fields_set else sorted(self.model_fields_set)
+            return [(key, "acts only with a rollout.speculation.method; set one, or remove it") for key in given]
+        return [*self._draft_problems(), *self._judging_problems(seeded), *self._learning_problems(tensor_parallel, engines)]
 
     def _draft_problems(self) -> Problems:
         found: Problems = []
@@ -190,10 +193,13 @@ class Speculation(Section):
             )
         return found
 
-    def _learning_problems(self, tensor_parallel: int) -> Problems:
+    def _learning_problems(self, tensor_parallel: int, engines: int) -> Problems:
         if not self.tts.enabled:
-            return []
+            shared = self.tts.share_every_s is not None
+            return [("tts.share_every_s", "acts only with tts.enabled; remove it, or enable tts")] if shared else []
         found: Problems = []
+        if self.tts.share_every_s is not None and engines == 1:
+            found.append(("tts.share_every_s", "acts between engines, and rollout.engines is 1; remove it, or raise engines"))
         if self.method not in LEARNING:
             found.append(("tts.enabled", f"got true with method {self.method}, expected {' or '.join(LEARNING)}"))
         if self.draws != "probabilistic":

@@ -192,6 +192,16 @@ class Engine:
         self._check_alive()
         await self._guard(self._llm.collective_rpc("slipstream_save_draft", args=(str(folder),)))
 
+    async def lend_draft(self, file: Path) -> int:
+        """Write the weights of a draft that learns to ``file``; returns the draft tokens accepted since the last time."""
+        self._check_alive()
+        return (await self._guard(self._llm.collective_rpc("slipstream_lend_draft", args=(str(file),))))[0]
+
+    async def adopt_draft(self, file: Path) -> None:
+        """Let the draft go on from the weights in ``file``, between two rounds."""
+        self._check_alive()
+        await self._guard(self._llm.collective_rpc("slipstream_adopt_draft", args=(str(file),)))
+
     async def _admit(self, prompt_ids: tuple[int, ...], request_id: str, params: SamplingParams) -> Any:
         async with self._admission:
             self._check_alive()

@@ -10,9 +10,11 @@ Which transport is used follows from what the machine can do (``choose_transport
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +93,16 @@ class Stager:
         """Forget a version; its memory goes back to the system when no engine maps it any more."""
         self._arrived.pop(version, None)
         shutil.rmtree(self._root / version, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def scratch(self, name: str) -> Iterator[Path]:
+        """A file in shared memory, gone at the end."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        file = self._root / f"{name}-{uuid.uuid4().hex}.safetensors"
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove everything that this run staged on this node."""

@@ -27,6 +27,7 @@ from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.cuda_ipc import open_handle
 from slipstream.rollout.speculation.head_student import HeadStudent
 from slipstream.rollout.speculation.lookahead import Lookahead
+from slipstream.rollout.speculation.placement import placement_on
 from slipstream.rollout.speculation.runner_v1 import RunnerV1
 from slipstream.rollout.speculation.student import DraftModelStudent, Student
 from slipstream.rollout.speculation.tap import Tap
@@ -211,7 +212,15 @@ class WorkerExtension:
                 repack(runner.draft, but=runner.target)
 
         runner.measure()
-        updater = Updater(chosen, student, publish, lambda: runner.busy_s, tokens=tokens, max_length=runner.max_length)
+        updater = Updater(
+            chosen,
+            student,
+            placement_on(runner.device),
+            publish,
+            lambda: runner.busy_s,
+            tokens=tokens,
+            max_length=runner.max_length,
+        )
         if state is not None:
             updater.load(Path(state))
         return updater
@@ -222,7 +231,15 @@ class WorkerExtension:
 
     def slipstream_save_draft(self, folder: str) -> None:
         """Write down a draft that learns, for ``state`` of a later start."""
-        self.slipstream_tap.save(Path(folder))
+        self.slipstream_tap.updater.save(Path(folder))
+
+    def slipstream_lend_draft(self, file: str) -> int:
+        """Write the learning draft's weights down for other engines; returns the draft tokens accepted since the last time."""
+        return self.slipstream_tap.updater.lend(Path(file))
+
+    def slipstream_adopt_draft(self, file: str) -> None:
+        """Go on from an average of several engines' drafts."""
+        self.slipstream_tap.updater.adopt(Path(file))
 
     def slipstream_draft_report(self) -> dict[str, Any]:
         """Counters since ``slipstream_watch_drafts``."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.speculation import TestTimeSpeculation
+from slipstream.rollout.speculation.placement import Placement
 from slipstream.rollout.speculation.runner_v1 import Forward, Judged, Round
 from slipstream.rollout.speculation.student import Followed, Lesson, Student
 
@@ -18,9 +19,12 @@ class Following:
     ``tokens`` is K; ``max_length`` bounds a request.  Raises ValueError if not even one fits into ``max_memory_mib``.
     """
 
-    def __init__(self, settings: TestTimeSpeculation, student: Student, *, tokens: int, max_length: int) -> None:
+    def __init__(
+        self, settings: TestTimeSpeculation, student: Student, placement: Placement, *, tokens: int, max_length: int
+    ) -> None:
         self._settings = settings
         self._student = student
+        self._placement = placement
         self.requests: dict[str, Followed] = {}
         self.capacity = self._fit(tokens, max_length)
 
@@ -43,7 +47,12 @@ class Following:
             request = self.requests.get(one.request_id)
             if one.start == 0 and len(self.requests) < self.capacity:
                 request = self.requests[one.request_id] = Followed()  # anew where it was preempted
-            if request is not None and not request.append(one.start, forward.features(one)):
+            if request is None:
+                continue
+            features = self._placement.kept(forward.features(one))
+            with self._placement.aside():
+                gapless = request.append(one.start, features)
+            if not gapless:
                 del self.requests[one.request_id]
 
     def learn(self, verification: Round, running: set[str], *, with_proposed: bool) -> None:
@@ -66,10 +75,11 @@ class Following:
 
     def _lesson(self, one: Judged, logits_RV: Tensor, probs_RV: Tensor | None) -> Lesson:
         rows = slice(one.first_row, one.first_row + min(one.accepted + 1, one.drafted))
-        target_KV = self._of_draft(logits_RV[rows]).float() / one.temperature
+        target_KV = self._placement.kept(self._of_draft(logits_RV[rows]).float() / one.temperature)
         proposed_KV = None
         if probs_RV is not None:
-            proposed_KV = self._of_draft(probs_RV[rows]).clamp_min(torch.finfo(torch.float32).tiny).log()
+            proposed = self._of_draft(probs_RV[rows]).clamp_min(torch.finfo(torch.float32).tiny).log()
+            proposed_KV = self._placement.kept(proposed)
         return Lesson(one.length - 1, one.temperature, target_KV, proposed_KV)
 
     def _of_draft(self, values_KV: Tensor) -> Tensor:

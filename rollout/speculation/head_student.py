@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 from slipstream.rollout.speculation.context import Context, Past, Unrolled
 from slipstream.rollout.speculation.dflash import DFlashHead
 from slipstream.rollout.speculation.eagle3 import Eagle3Head
+from slipstream.rollout.speculation.placement import sent
 from slipstream.rollout.speculation.student import Followed
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -77,12 +78,12 @@ class HeadStudent:
     def _rows(self, request: Followed) -> list[Tensor]:
         """A lesson's anchor is the position before its last committed token: the last whose hidden states the head had."""
         lessons, first = request.lessons, request.prefix.length
-        anchors_A = torch.tensor([lesson.start - 1 - first for lesson in lessons], device=self._device)
+        anchors_A = sent([lesson.start - 1 - first for lesson in lessons], self._device)
         context = self._context(request, first, lessons[-1].start)
         if isinstance(self.head, Eagle3Head):
             steps = max(len(lesson.target_KV) for lesson in lessons) - 1
             drafts = [[_at(request.tokens, lesson.start + 1 + j) for j in range(steps)] for lesson in lessons]
-            drafts_AJ = torch.tensor(drafts, dtype=torch.long, device=self._device).view(len(lessons), steps)
+            drafts_AJ = sent(drafts, self._device).view(len(lessons), steps)
             unrolled = self.head(context, self._embedding, anchors_A, drafts_AJ)
         else:
             unrolled = self.head(context, self._embedding, self._output, anchors_A, self._tokens)
@@ -97,7 +98,7 @@ class HeadStudent:
             past = Past(tuple(k for k, _ in prefix.layers), tuple(v for _, v in prefix.layers), none)
         positions_S = torch.arange(first, end, device=self._device)
         return Context(
-            next_ids_S=torch.tensor(request.tokens[first + 1 : end + 1], device=self._device),
+            next_ids_S=sent(request.tokens[first + 1 : end + 1], self._device),
             features_SF=request.features[first - request.features_from : end - request.features_from],
             positions_S=positions_S,
             sequence_S=torch.zeros_like(positions_S),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.speculation.acceptance import QUARTERS
@@ -43,9 +42,10 @@ class Tap:
         if self._updater is not None:
             self._updater.new_policy(batch)
 
-    def save(self, folder: Path) -> None:
-        assert self._updater is not None, "only a draft that learns has something to save"
-        self._updater.save(folder)
+    @property
+    def updater(self) -> Updater:
+        assert self._updater is not None, "only a draft that learns has something to save or to share"
+        return self._updater
 
     def report(self) -> dict[str, Any]:
         """Counters since the start, and under ``learning`` what the updater says (None without one)."""

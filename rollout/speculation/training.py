@@ -42,7 +42,7 @@ class Settings:
     lr: float
     temperature: float
     tokens: int
-    decay: float = 4.0
+    decay: float
     seed: int = 0
 
 

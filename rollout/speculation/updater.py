@@ -6,8 +6,8 @@ import dataclasses
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.distill.divergences import forward_kl
 from slipstream.rollout.speculation.following import Following
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
+from slipstream.rollout.speculation.placement import Placement
 from slipstream.rollout.speculation.runner_v1 import Forward, Round
 from slipstream.rollout.speculation.student import Student
 from slipstream.rollout.speculation.watchdog import Watchdog
@@ -33,6 +34,15 @@ SNAPSHOT_EVERY = 20
 """Updates between two snapshots of the draft.  The kill switch restores the last but one, which has proved itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """An update that may still run: what its loss and its gradient's norm will be, and the policy's batch when it began."""
+
+    loss: Tensor
+    norm: Tensor
+    policy_batch: int
+
+
 class Updater:
     """Sees every round (``observe``), and updates and publishes the draft between two of them.
 
@@ -44,6 +54,7 @@ class Updater:
         self,
         settings: TestTimeSpeculation,
         student: Student,
+        placement: Placement,
         publish: Publish,
         busy_s: Callable[[], float],
         *,
@@ -52,21 +63,24 @@ class Updater:
     ) -> None:
         self._settings = settings
         self._student = student
+        self._placement = placement
         self._publish = publish
         self._busy_s = busy_s
         self._decay = settings.decay or float(tokens)
         self.lr = settings.lr
         self._optimizer = self._new_optimizer()
         self.watchdog = Watchdog(settings.baseline_rounds, settings.kill_below)
-        self._following = Following(settings, student, tokens=tokens, max_length=max_length)
+        self._following = Following(settings, student, placement, tokens=tokens, max_length=max_length)
         self._rounds = 0
         self._verified = False
+        self._pending: _Pending | None = None
         self._good = self._candidate = self._copy()
         self.refused: str | None = None
         self.updates = self.kills = self.postponed = 0
         self.update_s = self._last_s = 0.0
         self.loss = math.nan
         self.policy_batch = self.learned_batch = 0
+        self._accepted = 0
 
     @property
     def reads_features(self) -> bool:
@@ -83,21 +97,31 @@ class Updater:
             return
         for one in verification.judged:
             self.watchdog.count(one.accepted + 1)
+            self._accepted += one.accepted
         with torch.inference_mode(False), torch.no_grad():
+            if self._pending is not None and self._placement.done:
+                self._land()
             with_proposed = bool(self._settings.proximal) or not self._verified
             self._following.learn(verification, running, with_proposed=with_proposed)
             self._rounds += 1
             if self._rounds < self._settings.every:
                 return
-            if self._verified and (self.watchdog.resting or not self._affordable()):
+            late = self._pending is not None
+            if self._verified and (self.watchdog.resting or late or not self._affordable()):
                 self.postponed += not self.watchdog.resting
                 self._following.forget()
                 return
             self._rounds = 0
-            started = time.perf_counter()
-            self._update() if self._verified else self._verify()
-            self._last_s = time.perf_counter() - started
-            self.update_s += self._last_s
+            if not self._verified:
+                with self._placement.update():
+                    self._verify()
+                self._placement.wait()
+                self._pay()
+            elif any(request.lessons for request in self._following.requests.values()):
+                with self._placement.update():
+                    self._pending = self._update()
+                if self._placement.done:
+                    self._land()
 
     def read(self, forward: Forward) -> None:
         """A forward of the target, for a student that reads its hidden states."""
@@ -125,34 +149,52 @@ class Updater:
             self._following.requests.clear()
         self._verified = True
 
-    def _update(self) -> None:
+    def _update(self) -> _Pending:
+        """One step of Adam on the lessons so far; its figures are not waited for."""
         with torch.enable_grad():
             learnt = list(self._following.rows())
-            if not learnt:
-                return
-            ks = torch.cat([torch.arange(1, len(now) + 1) for now, _ in learnt])
+            ks = torch.cat([torch.arange(1, len(now) + 1, device=now.device) for now, _ in learnt])
             proposed = [lesson.proposed_KV for _, lesson in learnt if lesson.proposed_KV is not None]
             target_RV = torch.cat([lesson.target_KV for _, lesson in learnt])
             loss = draft_loss(
                 torch.cat([now for now, _ in learnt]),
                 target_RV,
                 torch.cat(proposed) if self._settings.proximal else None,
-                position_weights(ks, self._decay).to(target_RV.device),
+                position_weights(ks, self._decay),
                 self._settings.proximal,
             )
             self._optimizer.zero_grad()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._student.parameters(), self._settings.max_grad_norm)
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())) or self.watchdog.rings:
-            self._restore(f"loss {loss.item():.3g}, acceptance length {self.watchdog.average:.3f}")
-            return
         self._optimizer.step()
+        return _Pending(loss.detach(), norm, self.policy_batch)
+
+    def _land(self) -> None:
+        """An update has ended: publish it, or undo it."""
+        landed, self._pending = self._pending, None
+        assert landed is not None
+        self._placement.join()
+        loss, norm = landed.loss.item(), landed.norm.item()
+        self._pay()
+        if not (math.isfinite(loss) and math.isfinite(norm)) or self.watchdog.rings:
+            self._restore(f"loss {loss:.3g}, acceptance length {self.watchdog.average:.3f}")
+            return
         self._publish(self._student.weights())
         self.updates += 1
-        self.loss = loss.item()
-        self.learned_batch = self.policy_batch
+        self.loss = loss
+        self.learned_batch = landed.policy_batch
         if self.updates % SNAPSHOT_EVERY == 0 and self.watchdog.content:
             self._good, self._candidate = self._candidate, self._copy()
+
+    def _pay(self) -> None:
+        self._last_s = self._placement.seconds
+        self.update_s += self._last_s
+
+    def _settle(self) -> None:
+        """Wait for an update that still runs."""
+        if self._pending is not None:
+            self._placement.wait()
+            self._land()
 
     # ---- the kill switch, and new policy weights
 
@@ -178,10 +220,30 @@ class Updater:
         self._optimizer = self._new_optimizer()
         self.watchdog.new_policy()
 
+    # ---- what engines share
+
+    def lend(self, file: Path) -> int:
+        """Write the draft's weights to ``file`` (safetensors); returns the draft tokens accepted since the last time."""
+        self._settle()
+        save_file({name: weight.contiguous() for name, weight in self._student.weights()}, file)
+        accepted, self._accepted = self._accepted, 0
+        return accepted
+
+    def adopt(self, file: Path) -> None:
+        """Go on from the weights in ``file``, which ``lend`` and averaging made; moments and figures stay."""
+        self._settle()
+        self._take(load_file(file))
+        self._publish(self._student.weights())
+
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        for (name, _), parameter in zip(self._student.weights(), self._student.parameters(), strict=True):
+            parameter.detach().copy_(weights[name])
+
     # ---- checkpoints
 
     def save(self, folder: Path) -> None:
         """Draft, Adam's moments and the watchdog's figures, as safetensors and JSON."""
+        self._settle()
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name, _ in self._student.weights()]
         tensors = {f"draft.{name}": weight.contiguous() for name, weight in self._student.weights()}
@@ -202,8 +264,7 @@ class Updater:
         for name in _KEPT:
             setattr(self, name, state[name])
         self.watchdog = Watchdog(**state["watchdog"])
-        for name, parameter in zip(names, self._student.parameters(), strict=True):
-            parameter.detach().copy_(tensors[f"draft.{name}"])
+        self._take({name: tensors[f"draft.{name}"] for name in names})
         self._optimizer = self._new_optimizer()
         groups = self._optimizer.state_dict()["param_groups"]
         kept = {i: {part: tensors[f"{part}.{n}"] for part in _MOMENTS} for i, n in enumerate(names) if f"step.{n}" in tensors}

@@ -12,6 +12,9 @@ class Watchdog:
 
     ``below`` is the share of the baseline that the average may fall to; three standard errors of the difference of the two
     are allowed on top, so that chance alone does not ring.
+
+    After new policy weights the next ``horizon`` drafts measure a baseline anew: what is lost there is the policy's doing.
+    What the draft had lost under the policy before is not forgiven with it, or it could decline unseen, a little per policy.
     """
 
     horizon: int
@@ -22,6 +25,7 @@ class Watchdog:
     _count: int = 0
     _sum: float = 0.0
     _squares: float = 0.0
+    _kept: float = 1.0
 
     @property
     def resting(self) -> bool:
@@ -46,22 +50,27 @@ class Watchdog:
     def _settle(self) -> None:
         mean = self._sum / self._count
         self.variance = max(self._squares / self._count - mean * mean, 0.0)
-        self.baseline = mean if math.isnan(self.baseline) else min(self.baseline, mean)
+        self.baseline = mean if math.isnan(self.baseline) else min(self.baseline, mean / self._kept)
         if math.isnan(self.average):
             self.average = mean
 
     def new_policy(self) -> None:
-        """A policy that has moved may be harder to follow: the baseline may only fall to what the next drafts measure."""
-        if not self.resting:
-            self._count, self._sum, self._squares = 0, 0.0, 0.0
+        """A policy that has moved may be harder to follow: the baseline may fall to what comes next, never rise."""
+        if self.resting:
+            return
+        if not self.measuring:
+            self._kept = min((self.average + self._error) / self.baseline, 1.0)
+        self._count, self._sum, self._squares = 0, 0.0, 0.0
 
     @property
     def rings(self) -> bool:
-        """Whether the draft has become worse.  An exponential average over h drafts has the variance of a mean over 2 h."""
-        if self.resting or self.measuring:
-            return False
-        error = math.sqrt(self.variance * 1.5 / self.horizon)
-        return self.average < self.below * self.baseline - 3 * error
+        """Whether the draft has become worse."""
+        return not (self.resting or self.measuring) and self.average < self.below * self.baseline - 3 * self._error
+
+    @property
+    def _error(self) -> float:
+        """Standard error of average − baseline; an exponential average over h drafts has the variance of a mean over 2 h."""
+        return math.sqrt(self.variance * 1.5 / self.horizon)
 
     @property
     def content(self) -> bool:
@@ -70,4 +79,4 @@ class Watchdog:
 
     def restart(self) -> None:
         """After the draft was restored: the average begins at the baseline again."""
-        self.average = self.baseline
+        self.average, self._kept = self.baseline, 1.0

@@ -52,7 +52,14 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     ("keys", "key", "says"),
     [
         ("draft: somewhere", "draft", "acts only with a rollout.speculation.method"),
-        ("tts: {enabled: true}", "tts.enabled", "acts only with a rollout.speculation.method"),
+        ("tts: {enabled: true}", "tts", "acts only with a rollout.speculation.method"),
+        ("lookahead: dynamic", "lookahead", "acts only with a rollout.speculation.method"),
+        ("method: draft_model, draft: d, tts: {share_every_s: 9}", "tts.share_every_s", "acts only with tts.enabled"),
+        (
+            "method: draft_model, draft: d, tts: {enabled: true, share_every_s: 9}",
+            "tts.share_every_s",
+            "acts between engines, and rollout.engines is 1",
+        ),
         ("method: ngram, draft: somewhere", "draft", "drafts from the text so far; remove it"),
         (
             "method: ngram, tts: {enabled: true}",

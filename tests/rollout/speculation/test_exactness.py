@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = [(1, 4 + i % 10, 5 + i % 7, 6 + i % 13) for i in range(3000)]
 TEMPERATURES = (0.5, 1.0)
+MODELS = {"draft_model": ("tiny", "small_draft"), "eagle3": ("deep", "eagle3_head"), "dflash": ("deep", "dflash_head")}
 LEVEL = 1e-3
 UNREPAIRED = """
 from vllm.triton_utils.dispatcher import register_kernels
@@ -33,11 +34,13 @@ def perturb(policy) -> None:
         parameter *= 1.1
 
 
-def test_draft_model(speculating, tiny: Path, small_draft: Path) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
+def test_answers_are_the_policys_own(speculating, request: pytest.FixtureRequest, method: str) -> None:
     """Before any update of the draft, after ten, and after new policy weights with the draft kept."""
+    policy, draft = (request.getfixturevalue(name) for name in MODELS[method])
     tts = TestTimeSpeculation(enabled=True, lr=3e-3, max_cost_share=1.0, baseline_rounds=60_000)
-    speculation = Speculation(method="draft_model", draft=str(small_draft), tokens=4, tts=tts)
-    engine = speculating(tiny, speculation, small_draft, "test-exact", max_tokens=8)
+    speculation = Speculation(method=method, draft=str(draft), tokens=4, tts=tts)
+    engine = speculating(policy, speculation, draft, f"test-exact-{method}", max_tokens=8)
     at_rest = p_values(engine)
     assert engine.drafts().learning.updates == 0
     while engine.drafts().learning.updates < 10:
@@ -45,7 +48,7 @@ def test_draft_model(speculating, tiny: Path, small_draft: Path) -> None:
     learnt = p_values(engine)
     engine.update(perturb)
     moved = p_values(engine)
-    print("p-values", at_rest, learnt, moved)
+    print("p-values", method, at_rest, learnt, moved)
     assert min(*at_rest.values(), *learnt.values(), *moved.values()) > LEVEL
 
 

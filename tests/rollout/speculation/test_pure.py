@@ -110,6 +110,19 @@ def test_a_new_policy_may_only_lower_the_baseline() -> None:
     assert watchdog.baseline == 1.5 and watchdog.content
 
 
+def test_a_slow_decline_over_many_policies_is_noticed() -> None:
+    """3 % lost under every policy and none at its arrival: 2.0, 1.94, 1.88, … ; the alarm comes below 0.95 · 2.0 = 1.9."""
+    watchdog = Watchdog(horizon=10, below=0.95)
+    lengths = []
+    for policy in range(4):
+        for share in (1.0, 0.97):
+            for _ in range(60):
+                watchdog.count(2.0 * 0.97**policy * share)  # type: ignore[arg-type]
+        lengths.append((round(watchdog.average, 2), watchdog.rings))
+        watchdog.new_policy()
+    assert lengths == [(1.94, False), (1.88, True), (1.83, True), (1.77, True)]
+
+
 def test_acceptance_by_hand() -> None:
     """Ten rounds of K = 2: five with 0 accepted, three with 1, two with 2; the first was taken in 5 of 10, both in 2."""
     start = Acceptance((1, 0, 0), 2, (1, 0, 0, 0), (0, 0, 0, 0))

@@ -44,7 +44,7 @@ def samples(policy: Any) -> list[Sample]:
 
 
 def settings(steps: int = 60, tokens: int = 3) -> Settings:
-    return Settings(steps=steps, batch_size=4, lr=3e-3, temperature=1.0, tokens=tokens)
+    return Settings(steps=steps, batch_size=4, lr=3e-3, temperature=1.0, tokens=tokens, decay=4.0)
 
 
 def trainee(kind: str, policy: Any) -> Any:

@@ -1,16 +1,21 @@
 """Updates of a draft in a plain loop of speculative decoding, with transformers models in place of the engine."""
 
+import contextlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.core.speculation import TestTimeSpeculation
+from slipstream.rollout.speculation.placement import Inline, Placement
 from slipstream.rollout.speculation.runner_v1 import Judged, Round
+from slipstream.rollout.speculation.sharing import average
 from slipstream.rollout.speculation.student import DraftModelStudent
 from slipstream.rollout.speculation.updater import Updater
 
@@ -98,9 +103,9 @@ def settings(**keys) -> TestTimeSpeculation:
     )
 
 
-def updater_of(loop: Loop, folder: Path, chosen: TestTimeSpeculation) -> Updater:
+def updater_of(loop: Loop, folder: Path, chosen: TestTimeSpeculation, placement: Placement | None = None) -> Updater:
     student = DraftModelStudent(folder, torch.device("cpu"), train=chosen.train)
-    return Updater(chosen, student, loop.publish, lambda: loop.busy_s, tokens=K, max_length=128)
+    return Updater(chosen, student, placement or Inline(), loop.publish, lambda: loop.busy_s, tokens=K, max_length=128)
 
 
 @pytest.fixture
@@ -203,3 +208,81 @@ def test_memory_bounds_the_requests_that_are_followed(loop: Loop, small_draft: P
     assert len(updater._following.requests) == 1
     with pytest.raises(ValueError, match=r"max_memory_mib: got .*, expected at least"):
         updater_of(loop, small_draft, settings(max_memory_mib=0.9 * each))
+
+
+class Late(Inline):
+    """A side stream that needs ``rounds`` rounds for an update, as the engine sees it."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds, self.left, self.joins = rounds, 0, 0
+
+    @property
+    def done(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    @contextlib.contextmanager
+    def update(self):
+        with super().update():
+            yield
+        self.left = self.rounds
+
+    def join(self) -> None:
+        self.joins += 1
+
+    def wait(self) -> None:
+        self.left = 0
+
+
+def test_an_update_beside_the_engine_is_published_when_it_has_ended(loop: Loop, small_draft: Path) -> None:
+    """Update due at round 10 and every fifth; it takes 3 rounds, the first look at it being right after its launch."""
+    late = Late(3)
+    updater = updater_of(loop, small_draft, settings(), late)
+    original = [p.clone() for p in loop.draft.parameters()]
+    loop.run(updater, 12)
+    assert updater.updates == loop.published == late.joins == 0 and updater._pending is not None
+    assert all(torch.equal(now, before) for now, before in zip(loop.draft.parameters(), original, strict=True))
+    updater.new_policy(7)
+    loop.run(updater, 1)
+    assert updater.updates == loop.published == late.joins == 1
+    assert updater.learned_batch == 0, "it began before the new policy"
+    loop.run(updater, 187)
+    assert updater.updates == loop.published == 38 and updater.postponed == 0, "the 39th is still under way"
+
+
+def test_updates_that_take_longer_than_their_turn_leave_some_out(loop: Loop, small_draft: Path) -> None:
+    """Begun at round 10, 17, 24, …, each published 7 rounds later, up to round 59; in 2 rounds of each 7 one more was due."""
+    updater = updater_of(loop, small_draft, settings(), Late(7))
+    loop.run(updater, 60)
+    assert updater.updates == 7 and updater.postponed == 14
+    assert all(len(request.lessons) <= 5 for request in updater._following.requests.values()), "lessons pile up"
+
+
+def test_what_is_saved_or_lent_waits_for_an_update_under_way(loop: Loop, small_draft: Path, tmp_path: Path) -> None:
+    updater = updater_of(loop, small_draft, settings(), Late(4))
+    accepted = sum(loop.run(updater, 11))
+    assert updater._pending is not None
+    assert updater.lend(tmp_path / "lent.safetensors") == accepted
+    assert updater._pending is None and updater.updates == loop.published == 1
+    assert updater.lend(tmp_path / "lent.safetensors") == 0, "counted twice"
+
+
+def test_an_average_of_drafts_is_adopted(loop: Loop, small_draft: Path, tmp_path: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    updater.lend(tmp_path / "lent.safetensors")
+    halved = {name: weight / 2 for name, weight in load_file(tmp_path / "lent.safetensors").items()}
+    save_file(halved, tmp_path / "average.safetensors")
+    updater.adopt(tmp_path / "average.safetensors")
+    assert all(torch.equal(parameter, halved[name]) for name, parameter in loop.draft.named_parameters())
+    assert updater.updates == 3 and updater._optimizer.state
+
+
+def test_drafts_are_averaged_by_their_accepted_tokens() -> None:
+    """(3 · 1 + 1 · 5) / 4 = 2; equal parts where none had any; one gone wrong is left out; nothing of nothing."""
+    one, five, wrong = ({"w": np.array([x], dtype=np.float32)} for x in (1.0, 5.0, math.inf))
+    assert average([(one, 3), (five, 1)]) == {"w": np.float32(2.0)}
+    assert average([(one, 0), (five, 0)]) == {"w": np.float32(3.0)}
+    assert average([(wrong, 9), (five, 1)]) == {"w": np.float32(5.0)}
+    assert average([(wrong, 9)]) is None
