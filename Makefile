@@ -12,6 +12,8 @@ LINKS  := $(or $(UV_FIND_LINKS),$(shell $(PYTHON) -m pip config list 2>/dev/null
 # Without such a place, uv takes torch from its own CPU index.
 TORCH  := $(if $(LINKS),--find-links $(LINKS),--torch-backend cpu)
 export OMP_NUM_THREADS := 1
+# Some machines forbid Python to keep what it has compiled; each process of a run would then compile its libraries anew, for 6 to 9 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install quickstart test test-all unit lint format bench lock clean
 install: $(STAMP)
