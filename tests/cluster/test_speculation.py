@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.cluster.recovery import CACHE
@@ -56,6 +57,26 @@ def test_a_draft_learns_through_a_run_and_its_resume(start: Callable[..., Any], 
     last = read_jsonl(run.run / "metrics.jsonl").records[-1]
     assert last["draft/updates_total"] >= saved["updates"], "the draft began anew"
     assert again.summary()["draft"]["rounds"] > drafts["rounds"]
+
+
+@pytest.mark.slow
+def test_engines_share_what_their_drafts_have_learnt(start: Callable[..., Any], workshop: Path) -> None:
+    """Two engines with other requests each: their drafts stay nearer to one another than to where they began."""
+    draft = make_draft(workshop / "shared")
+    tts = "tts: {enabled: true, lr: 3.0e-3, baseline_rounds: 20, max_cost_share: 1.0, share_every_s: 0.5}"
+    speculation = f"{{method: draft_model, draft: {draft}, tokens: 3, {tts}}}"
+    run = start("sharing", f"rollout.speculation={speculation}", "rollout.engines=2", "schedule.steps=8")
+    assert run.wait() == 0, run.output()
+    assert len(run.events("drafts_shared")) >= 3
+    assert audit(run.run).ok and run.summary()["draft"]["kills"] == 0
+    folders = sorted((run.run / "checkpoints" / "step-00000008" / "drafts").iterdir())
+    assert [folder.name for folder in folders] == ["engine-0", "engine-1"]
+    one, other = (load_file(folder / "draft.safetensors") for folder in folders)
+    first = load_file(draft / "model.safetensors")
+    apart = sum((one[name] - other[name]).abs().sum() for name in one)
+    learnt = sum((one[f"draft.{name}"] - first[name]).abs().sum() for name in first)
+    print("apart", apart, "learnt", learnt, len(run.events("drafts_shared")))
+    assert 0 < apart < 0.7 * learnt, "drafts that learn alone drift apart as far as they go"
 
 
 def test_a_draft_that_does_not_fit_starts_nothing(start: Callable[..., Any], workshop: Path) -> None:
