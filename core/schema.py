@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.core.algorithms import OF_GROUPS, Algo
-from slipstream.core.optimizer import Optimizer
+from slipstream.core.optimizer import Optimizer, WarmStartOptimizer
 from slipstream.core.section import NonNegative, Positive, Problems, Rate, Section
 from slipstream.core.speculation import Speculation
 
@@ -99,7 +99,7 @@ class WarmStart(Section):
 
     steps: Positive
     batch_size: Positive = 32
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5, schedule="cosine"))
+    optimizer: WarmStartOptimizer = Field(default_factory=WarmStartOptimizer)
 
 
 class Sampling(Section):

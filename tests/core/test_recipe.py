@@ -236,6 +236,24 @@ def test_a_name_presets_the_rest_and_every_part_can_be_set(tmp_path: Path) -> No
     assert (algo.clip_low, algo.clip_high, algo.overlong.filter, algo.overlong.soft) == (0.2, 0.28, False, 0.2)
 
 
+def test_one_key_of_an_optimizer_leaves_the_defaults_of_its_section(tmp_path: Path) -> None:
+    text = (
+        GOOD
+        + "algo: {name: ppo, critic: {optimizer: {warmup_steps: 5}}}\nwarm_start: {steps: 2, optimizer: {warmup_steps: 20}}\n"
+    )
+    recipe = load_recipe([write(tmp_path, text)], ["trainer.optimizer.warmup_steps=7"])
+    assert recipe.algo.critic is not None and recipe.warm_start is not None
+    found = [
+        o.model_dump(include={"lr", "schedule", "warmup_steps"})
+        for o in (recipe.algo.critic.optimizer, recipe.warm_start.optimizer, recipe.trainer.optimizer)
+    ]
+    assert found == [
+        {"lr": 1e-5, "schedule": "constant", "warmup_steps": 5},
+        {"lr": 1e-5, "schedule": "cosine", "warmup_steps": 20},
+        {"lr": 1e-6, "schedule": "constant", "warmup_steps": 7},
+    ]
+
+
 def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None:
     """What ``constant`` divides by and ``overlong.soft`` measures: 10 tokens a turn, and 3 turns where somebody answers."""
     rollout = "rollout: {{sampling: {{max_tokens: 10}}, environment: {{name: {}, max_turns: 3}}}}\n"
