@@ -69,7 +69,7 @@ class Controller:
             self.flow.restore(group)
         self.pulse = Pulse()
         self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry, self.pulse.beat)
-        self.transport = open_transport(transport_name(recipe), self.fleet, self.learners, recipe.cluster.step_timeout_s)
+        self.transport = open_transport(transport_name(recipe), self.fleet, self.learners)
         self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()

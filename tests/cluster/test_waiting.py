@@ -1,0 +1,162 @@
+"""No wait without an end, and none that ends without saying who was waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cluster import fleet as fleet_module
+from slipstream.cluster.actors import RunPlace
+from slipstream.cluster.fleet import Fleet, Member
+from slipstream.cluster.learners import LearnerGroup
+from slipstream.cluster.transport import Mapped, Nccl, PlainIpc
+from slipstream.cluster.waiting import alarm, within
+from slipstream.core.records import WeightVersion
+from slipstream.core.schema import Recipe
+
+PLACE = RunPlace("trial", "logs", ".")
+OLD, NEW = WeightVersion(0, 2), WeightVersion(0, 3)
+
+
+class Mute:
+    """An actor that answers the methods in ``answers`` and no others."""
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        answers = self._answers
+
+        class Method:
+            def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+                answer = asyncio.get_running_loop().create_future()
+                if name in answers:
+                    answer.set_result(answers[name])
+                return answer
+
+        return Method()
+
+
+class Reply:
+    """What an engine says of a commit, and of itself."""
+
+    pause_s = 0.1
+    sampled_tokens = 0
+
+
+def ends(engines: list[Mute], rank: Mute) -> tuple[Fleet, LearnerGroup]:
+    recipe = Recipe.model_validate(
+        {
+            "name": "trial",
+            "model": {"path": "builtin:tiny"},
+            "data": {"source": "builtin:number_sorting"},
+            "cluster": {"step_timeout_s": 0.05},
+        }
+    )
+    members = [Member(i, engine, f"node-{i}", OLD) for i, engine in enumerate(engines)]
+    return Fleet(recipe, PLACE, members, engines), LearnerGroup(recipe, PLACE, [rank])
+
+
+async def answer(value: str, after_s: float) -> str:
+    await asyncio.sleep(after_s)
+    return value
+
+
+def test_a_wait_ends_with_who_what_and_the_key_of_the_limit() -> None:
+    assert asyncio.run(within(5.0, "engine 1: x", answer("here", 0.0))) == "here"
+    with pytest.raises(TimeoutError) as late:
+        asyncio.run(within(0.01, "engine 1: commit of 0.3", answer("late", 5.0)))
+    assert str(late.value) == "engine 1: commit of 0.3 took longer than cluster.step_timeout_s = 0.01 s"
+    with pytest.raises(TimeoutError) as fixed:
+        asyncio.run(within(0.01, "engine 1: x", answer("late", 5.0), key=None))
+    assert str(fixed.value) == "engine 1: x took longer than 0.01 s"
+
+
+def test_what_the_call_raises_passes_as_it_is() -> None:
+    async def fails(problem: Exception) -> None:
+        raise problem
+
+    for problem in (TimeoutError("the grader gave up"), StopAsyncIteration(), ValueError("mine")):
+        with pytest.raises(type(problem)) as raised:
+            asyncio.run(within(5.0, "engine 1: x", fails(problem)))
+        assert raised.value is problem
+
+
+def test_an_alarm_interrupts_what_blocks_the_thread() -> None:
+    started = time.monotonic()
+    told = "engine: its start took longer than cluster.start_timeout_s = 0.05 s"
+    with pytest.raises(TimeoutError, match=told), alarm(0.05, "engine: its start", "cluster.start_timeout_s"):
+        time.sleep(20.0)
+    assert time.monotonic() - started < 10.0
+    with alarm(0.05, "engine: its start", "cluster.start_timeout_s"):
+        pass
+    time.sleep(0.1)  # it rings no more
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda fleet: fleet.commit(NEW, lambda m: {}), "engine 1: commit of 0.3"),
+        (lambda fleet: fleet.stats(), "engine 1: reading its counters"),
+        (lambda fleet: fleet.sampled_tokens(), "engine 1: reading its counters"),
+        (lambda fleet: fleet.abort_before(OLD, ["a"]), "engine 1: calling groups off"),
+        (lambda fleet: fleet.save_drafts(Path("drafts")), "engine 1: saving its draft"),
+        (lambda fleet: fleet.share_drafts(), "engine 1: sharing its draft"),
+        (lambda fleet: fleet.check_health(), "engine 1: answering a health check"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_named(
+    call: Callable[[Fleet], Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ("stats", "abort_before", "save_draft", "lend_draft", "average_drafts", "adopt_draft", "check_health")
+    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
+
+    async def story() -> None:
+        fleet, _ = ends([Mute(commit=Reply(), **dict.fromkeys(methods)), Mute()], Mute())
+        await asyncio.wait_for(call(fleet), 5.0)
+
+    with pytest.raises(TimeoutError, match=rf"^{told} took longer than (cluster\.step_timeout_s = )?0\.05 s$"):
+        asyncio.run(story())
+
+
+class Bucket:
+    nbytes = 8
+
+
+async def two_buckets() -> AsyncIterator[Any]:
+    for _ in range(2):
+        yield answer((Bucket(), b"", 0), 0.0)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "exported", "told"),
+    [
+        (Mapped, {"stats": Reply()}, lambda: [two_buckets()], "engine 0: staging 0.3"),
+        (Mapped, {"stats": Reply(), "stage": None}, lambda: [two_buckets()], "engine 0: completing 0.3"),
+        (Mapped, {"stats": Reply()}, lambda: [endless()], "learner: the next bucket of weights"),
+        (Nccl, {}, lambda: [answer("", 0.0)], "engine 0: commit of 0.3"),
+        (Nccl, {"commit": Reply()}, lambda: [answer("", 5.0)], "learner: broadcast of 0.3"),
+        (PlainIpc, {}, lambda: [answer("", 5.0)], "learner: export of 0.3"),
+        (PlainIpc, {}, lambda: [answer("", 0.0)], "engine 0: commit of 0.3"),
+    ],
+)
+def test_a_transport_names_the_end_that_does_not_answer(
+    kind: type[Any], engine: dict[str, Any], exported: Callable[[], Any], told: str
+) -> None:
+    async def story() -> None:
+        transport = kind(*ends([Mute(**engine)], Mute()))
+        transport.specs = []
+        await asyncio.wait_for(transport.send(NEW, exported()), 5.0)
+
+    with pytest.raises(TimeoutError, match=rf"^{told} took longer than cluster\.step_timeout_s = 0\.05 s$"):
+        asyncio.run(story())
+
+
+async def endless() -> AsyncIterator[Any]:
+    await asyncio.sleep(5.0)
+    yield None
