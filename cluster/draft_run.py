@@ -6,14 +6,16 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.launch import RunFailed
 from slipstream.cluster.recovery import CACHE, prompt_encoder
+from slipstream.cluster.waiting import alarm, within
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
@@ -45,13 +47,17 @@ class Made:
 def train_draft(recipe: Recipe, progress: Progress) -> Made:
     """Sample, train, and write the folder that ``rollout.speculation.draft`` names (with ``draft.json``, the figures).
 
-    Raises ValueError for a recipe that no draft can be made for, or a folder that is there already.
+    Raises ValueError for a recipe that no draft can be made for, or a folder that is there already; RunFailed where the engine
+    does not come up or goes silent.
     """
     speculation = recipe.rollout.speculation
     path = _checked(speculation)
     start = time.perf_counter()
     model_path = resolve_model(recipe.model, recipe.seed, CACHE)
-    samples = asyncio.run(_sample(recipe, model_path, progress))
+    try:
+        samples = asyncio.run(_sample(recipe, model_path, progress))
+    except TimeoutError as late:
+        raise RunFailed(str(late)) from late
     policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
     trainee = new_trainee(speculation, policy, samples)
     seen = []
@@ -107,21 +113,18 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
     limit = recipe.model.max_length or context_length(model_path)
     prompts = _prompts(recipe, model_path)
     sampling = rollout.sampling.model_copy(update={"max_tokens": training.max_tokens})
-    engine = await Engine.start(
-        model_path,
-        model=recipe.model,
-        rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
-        max_length=limit,
-        eos_ids=eos_token_ids(model_path),
-        seed=recipe.seed,
-        version=WeightVersion(0, 0),
-    )
+    with alarm(recipe.cluster.start_timeout_s, "engine: its start", "cluster.start_timeout_s"):  # vLLM's start blocks the loop
+        engine = await Engine.start(
+            model_path,
+            model=recipe.model,
+            rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
+            max_length=limit,
+            eos_ids=eos_token_ids(model_path),
+            seed=recipe.seed,
+            version=WeightVersion(0, 0),
+        )
     try:
-        pending = [asyncio.create_task(_respond(engine, i, prompt)) for i, prompt in enumerate(prompts)]
-        samples = []
-        for ended in asyncio.as_completed(pending):
-            samples.append(await ended)
-            progress("sampling", len(samples), len(pending), None)
+        samples = await _responses(engine, prompts, recipe.cluster.stall_timeout_s, progress)
     finally:
         engine.shutdown()
     shortest = rollout.speculation.tokens + 2
@@ -134,6 +137,17 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )
     return long_enough
+
+
+async def _responses(engine: Engine, prompts: Sequence[tuple[int, ...]], limit_s: float, progress: Progress) -> list[Sample]:
+    """One response each, as they end.  Raises TimeoutError where none ends for ``limit_s``."""
+    pending = [asyncio.create_task(_respond(engine, i, prompt)) for i, prompt in enumerate(prompts)]
+    samples: list[Sample] = []
+    for ended in asyncio.as_completed(pending):
+        what = f"engine: response {len(samples) + 1} of {len(pending)}"
+        samples.append(await within(limit_s, what, ended, "cluster.stall_timeout_s"))
+        progress("sampling", len(samples), len(pending), None)
+    return samples
 
 
 async def _respond(engine: Engine, number: int, prompt_ids: tuple[int, ...]) -> Sample:

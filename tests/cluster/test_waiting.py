@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 
 from slipstream.cluster import fleet as fleet_module
+from slipstream.cluster import pulse as pulse_module
 from slipstream.cluster.actors import RunPlace
+from slipstream.cluster.draft_run import _responses
+from slipstream.cluster.evaluate_run import _evaluate
+from slipstream.cluster.evaluation import Evaluator
 from slipstream.cluster.fleet import Fleet, Member
+from slipstream.cluster.flow import Flow
 from slipstream.cluster.learners import LearnerGroup
+from slipstream.cluster.pulse import Pulse
+from slipstream.cluster.telemetry import Telemetry
 from slipstream.cluster.transport import Mapped, Nccl, PlainIpc
 from slipstream.cluster.waiting import alarm, within
-from slipstream.core.records import WeightVersion
+from slipstream.core.records import Group, Task, Trajectory, WeightVersion
+from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
+from slipstream.rollout.environment import Completion
 
 PLACE = RunPlace("trial", "logs", ".")
 OLD, NEW = WeightVersion(0, 2), WeightVersion(0, 3)
@@ -49,13 +58,13 @@ class Reply:
     sampled_tokens = 0
 
 
-def ends(engines: list[Mute], rank: Mute) -> tuple[Fleet, LearnerGroup]:
+def ends(engines: list[Mute], rank: Mute, **limits: float) -> tuple[Fleet, LearnerGroup]:
     recipe = Recipe.model_validate(
         {
             "name": "trial",
             "model": {"path": "builtin:tiny"},
             "data": {"source": "builtin:number_sorting"},
-            "cluster": {"step_timeout_s": 0.05},
+            "cluster": {"step_timeout_s": 0.05, **limits},
         }
     )
     members = [Member(i, engine, f"node-{i}", OLD) for i, engine in enumerate(engines)]
@@ -160,3 +169,60 @@ def test_a_transport_names_the_end_that_does_not_answer(
 async def endless() -> AsyncIterator[Any]:
     await asyncio.sleep(5.0)
     yield None
+
+
+def test_an_evaluation_of_a_checkpoint_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is well and answers one task of two: after the limit the evaluation ends, whoever waits for it."""
+    monkeypatch.setattr(pulse_module, "WATCH_S", 0.02)
+    tasks = [(Task(id=str(i), epoch=0, position=i, prompt="1<"), (5, 47)) for i in range(2)]
+
+    class OneAnswer(Fleet):
+        async def start(self, *_: Any) -> None:
+            pass
+
+        async def stop(self) -> None:
+            self.members.clear()
+
+        async def sample(self, member: Member, task: Task, *_: Any) -> Group:
+            if task.position:
+                await asyncio.sleep(60.0)
+            trajectory = Trajectory(
+                sample_id=task.id, prompt_ids=(5, 47), token_ids=(), loss_mask=(), behaviour_logprobs=(), policy_versions=(),
+                kv_versions=(), status="eos",
+            )  # fmt: skip
+            return Group(task=task, dispatched=OLD, trajectories=(trajectory,))
+
+    async def story(run: RunDirectory) -> None:
+        known, _ = ends([Mute(check_health=None)], Mute(), stall_timeout_s=0.3)
+        fleet = OneAnswer(known.recipe, PLACE, known.members)
+        telemetry, pulse = Telemetry(run, "trial", ()), Pulse()
+        flow = Flow(known.recipe.schedule, OLD)
+        evaluator = Evaluator(known.recipe.monitor.eval, tasks, fleet, flow, telemetry, pulse.beat)
+        try:
+            await asyncio.wait_for(_evaluate(fleet, evaluator, pulse, tmp_path, OLD, tasks[0][0], telemetry, ()), 20.0)
+        finally:
+            assert not fleet.members, "the engines are stopped"
+
+    told = r"nothing has moved for \d+ s \(cluster.stall_timeout_s = 0.3\): evaluating a checkpoint"
+    known, _ = ends([], Mute())
+    with RunDirectory.create(tmp_path, known.recipe) as run, pytest.raises(TimeoutError, match=told):
+        asyncio.run(story(run))
+
+
+def test_a_draft_does_not_wait_for_ever_for_its_samples() -> None:
+    class OneResponse:
+        async def sample(self, prompt_ids: tuple[int, ...], *, request_id: str) -> Completion:
+            if request_id != "draft-0":
+                await asyncio.sleep(60.0)
+            return Completion(token_ids=(4,), logprobs=(-0.1,), versions=(OLD,), kv_versions=(OLD,), finish="eos")
+
+    seen: list[int] = []
+
+    async def story() -> None:
+        engine: Any = OneResponse()
+        progress: Any = lambda stage, done, total, loss: seen.append(done)  # noqa: E731
+        await asyncio.wait_for(_responses(engine, [(5,), (6,), (7,)], 0.2, progress), 20.0)
+
+    with pytest.raises(TimeoutError, match=r"engine: response 2 of 3 took longer than cluster\.stall_timeout_s = 0\.2 s"):
+        asyncio.run(story())
+    assert seen == [1]
