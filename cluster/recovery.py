@@ -118,12 +118,13 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
 def _reference(recipe: Recipe, policy: Path) -> str | None:
     """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed.
 
-    Raises ValueError for one that the policy could not be copied into when it is refreshed.
+    Raises ValueError for one of another vocabulary, or that the policy could not be copied into when it is refreshed.
     """
     if recipe.model.reference is None or not recipe.algo.kl.coefficient:
         return None
     other = recipe.model.model_copy(update={"path": recipe.model.reference})
     path = resolve_model(other, recipe.seed, CACHE, "model.reference")
+    require_same_vocabulary(path, policy, key="model.reference", ours="policy")
     if recipe.algo.kl.refresh_every is not None and (shapes := parameter_shapes(path)) != (ours := parameter_shapes(policy)):
         name = sorted({*shapes.items()} ^ {*ours.items()})[0][0]
         there = f"{name} is {ours.get(name, 'not there')} in {policy}, and {shapes.get(name, 'not there')} in {path}"

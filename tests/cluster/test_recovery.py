@@ -269,6 +269,26 @@ def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: 
     assert recovery._reference(recipe(policy, refresh_every=5), policy) == str(policy)
 
 
+def test_a_reference_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Its log-probs would be those of other tokens: a KL that looks like any other."""
+    policy = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    swapped = shutil.copytree(policy, tmp_path / "swapped")
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    recipe = Recipe.model_validate(
+        {
+            "name": "trial",
+            "model": {"path": str(policy), "reference": str(swapped)},
+            "data": {"source": "builtin:number_sorting"},
+            "algo": {"kl": {"coefficient": 0.1}},
+        }
+    )
+    with pytest.raises(ValueError, match=r"model\.reference: .* differs from the policy's .* in 2 tokens: 'a' is 15, not 14"):
+        recovery._reference(recipe, policy)
+
+
 def answer(reward: float) -> Trajectory:
     return Trajectory(
         sample_id="s",
