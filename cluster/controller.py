@@ -31,7 +31,7 @@ from slipstream.cluster.actors import RunPlace
 from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
 from slipstream.cluster.drafts import DraftUsage, saved_drafts, share_drafts, summarise_drafts
 from slipstream.cluster.evaluation import Encoded, Evaluator
-from slipstream.cluster.faults import describe
+from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.learners import LearnerGroup
@@ -234,9 +234,11 @@ class Controller:
         size = self.recipe.schedule.group_size
         try:
             group = await self.fleet.sample(self.fleet.pick(version), task, prompt_ids, version, size)
-        except GroupFailed as problem:
+        except GroupFailed as wrapped:
+            problem = cause(wrapped)  # as the engine raised it: Ray's own text is a whole traceback
+            assert isinstance(problem, GroupFailed)
             self.flow.fail(task.id)
-            self._gone("failed", task.id, size, str(problem))
+            self._gone("failed", task.id, size, problem.reason, detail=problem.detail)
             self._lost(f"failed: {problem}", "Mend what raised it; logs/engine-*.log has the tracebacks")
         except GroupAborted:
             self.flow.abandon(task.id)
@@ -272,8 +274,9 @@ class Controller:
                 f"the last one {how}. {advice}"
             )
 
-    def _gone(self, kind: str, group_id: str, samples: int, reason: str) -> None:
-        self.telemetry.event(kind, group_id=group_id, samples=samples, reason=reason)
+    def _gone(self, kind: str, group_id: str, samples: int, reason: str, **more: str) -> None:
+        """``reason`` is what such events are counted by."""
+        self.telemetry.event(kind, group_id=group_id, samples=samples, reason=reason, **more)
 
     async def _learn(self) -> None:
         """Take G groups, train on them, commit, publish; as often as the schedule says or the data lasts."""

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from slipstream.cluster import recovery, usage
 from slipstream.cluster.actors import EngineStats
+from slipstream.cluster.controller import Controller
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
+from slipstream.cluster.flow import Flow
 from slipstream.cluster.launch import _write_ending
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
@@ -30,6 +33,7 @@ from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Model, Recipe
+from slipstream.rollout.failures import GradingError
 from slipstream.rollout.prompts import PromptTooLong
 from slipstream.trainer.model import resolve_model
 
@@ -352,6 +356,29 @@ def test_the_cause_is_told_and_not_its_wrappings() -> None:
     outer.add_note("while it was late")
     group = BaseExceptionGroup("a", [outer, KeyError("later")])
     assert cause(group) is inner and describe(group) == "ValueError: the reason (while it was late)"
+
+
+def test_a_failed_group_is_counted_by_its_reason(run: RunDirectory, recipe: Recipe) -> None:
+    """Through Ray the failure comes as an exception of two classes whose text is a remote traceback."""
+    told = GradingError("scores:faulty/raised", "RuntimeError: no opinion on 1")
+    remote = ray.exceptions.RayTaskError("sample", "\x1b[36mray::RolloutActor.sample()\x1b[39m\nTraceback …", told)
+
+    class Failing:
+        def pick(self, version: WeightVersion) -> None:
+            return None
+
+        async def sample(self, *_: Any) -> Group:
+            raise remote.as_instanceof_cause()
+
+    controller: Any = object.__new__(Controller)
+    controller.recipe, controller.fleet, controller.pulse = recipe, Failing(), Pulse()
+    controller.flow, controller.telemetry = Flow(recipe.schedule, WeightVersion(0, 0)), Telemetry(run, "trial", [])
+    controller.places, controller._idle_groups = {"train/2/7": (2, 7)}, 0
+    task = a_group("1<").task
+    asyncio.run(controller._group(task, (5, 47), controller.flow.dispatch(task.id, 8)))
+    (event,) = run.read("events").records
+    assert (event["kind"], event["reason"]) == ("failed", "scores:faulty/raised")
+    assert event["detail"] == "RuntimeError: no opinion on 1"
 
 
 def test_the_end_that_a_dead_controller_could_not_write(run: RunDirectory) -> None:
