@@ -75,6 +75,7 @@ class Controller:
         self.usage = Usage()
         self.drafts = DraftUsage(recipe.rollout.speculation)
         self.places: dict[str, tuple[int, int]] = {}
+        self.saved_batch = parts.version.batch if parts.saved is not None else None
         self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
         self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()

@@ -240,8 +240,10 @@ def last_checkpoint(run: RunDirectory) -> tuple[Path, WeightVersion]:
 
 
 async def save(controller: Controller) -> None:
-    """One checkpoint of everything, published by one rename; called between two batches."""
+    """One checkpoint of everything, published by one rename; called between two batches.  Nothing where this batch has one."""
     flow, cursor = controller.flow, controller.cursor
+    if controller.saved_batch == flow.learner.batch:
+        return
     state = {
         "version": str(flow.learner),
         "fixed": _fixed(controller.recipe),
@@ -267,6 +269,7 @@ async def save(controller: Controller) -> None:
     except BaseException as problem:
         problem.add_note(f"while the checkpoint of step {step} was written; those before it are as they were")
         raise
+    controller.saved_batch = step
 
 
 @asynccontextmanager

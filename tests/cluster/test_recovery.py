@@ -32,7 +32,7 @@ from slipstream.core.audit import audit
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
-from slipstream.core.schema import Model, Recipe
+from slipstream.core.schema import Model, Recipe, Schedule
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.prompts import PromptTooLong
 from slipstream.trainer.model import resolve_model
@@ -90,6 +90,17 @@ def test_a_group_survives_the_checkpoint(prompt: Any) -> None:
     group = a_group(prompt)
     plain = json.loads(json.dumps(recovery.encode_group(group)))
     assert recovery.decode_group(plain, lambda *place: {(2, 7): group.task}[place]) == group
+
+
+def test_a_batch_is_saved_once() -> None:
+    """At the end of a run whose last batch has a checkpoint, and of a resume that had nothing to do."""
+    controller: Any = object.__new__(Controller)
+    controller.flow, controller.cursor = Flow(Schedule(), WeightVersion(1, 9)), None
+    controller.saved_batch = 9
+    asyncio.run(recovery.save(controller))  # else it would ask for the recipe, the telemetry and the learner
+    controller.saved_batch = 8
+    with pytest.raises(AttributeError):
+        asyncio.run(recovery.save(controller))
 
 
 def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(tmp_path: Path, recipe: Recipe) -> None:
