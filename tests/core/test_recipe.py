@@ -72,6 +72,33 @@ def test_cross_checks_run_beside_other_mistakes_but_never_on_a_key_that_is_wrong
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        "name: on\nmodel: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: 3}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: 3}\n",
+        "name: ???\nmodel: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: 3\ndata: {source: y}\n",
+        "model: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nwarm_start: {steps: 0}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nreward: {parts: [{function: 1}]}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nalgo: {correction: {icepop: {low: 0.5}}}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nseed: x\n",
+    ],
+)
+def test_a_wrong_required_key_hides_no_rule_between_the_others(tmp_path: Path, wrong: str) -> None:
+    text = f"{wrong}schedule: {{group_size: 500}}\nrollout: {{sampling: {{seeded: true}}, speculation: {{method: suffix}}}}\n"
+    keys = [p.removeprefix(p.split(" ")[0] if p[0].isdigit() else "").split(":")[0].strip() for p in problems(tmp_path, text)]
+    assert len(keys) == 3 and {"schedule.group_size", "rollout.speculation.method"} < set(keys), keys
+
+
+def test_a_rule_about_a_wrong_key_of_its_own_section_is_not_told(tmp_path: Path) -> None:
+    """`max_staleness + 1 = 3` would be about the default, which the user never wrote."""
+    text = GOOD + "schedule: {publish_every: 5, max_staleness: x}\n"
+    assert only(tmp_path, text).startswith("5: schedule.max_staleness: got 'x'")
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("group_size: 4", "5: group_size: unknown key; did you mean `schedule.group_size`?"),
