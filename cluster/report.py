@@ -81,7 +81,8 @@ def _header(name: str, summary: Mapping[str, Any], history: History, torn: Seque
     status = str(summary.get("status", "unfinished"))
     times = [record["time"] for record in history.records if isinstance(record.get("time"), int | float)]
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(times[-1])) if times else "no step yet"
-    facts = [f"{summary.get('steps', len(history.records))} steps", f"last step {when}"]
+    done, planned = summary.get("version", len(history.records)), summary.get("steps")
+    facts = [f"{done} steps" if planned is None else f"{done} of {planned} steps", f"last step {when}"]
     if wall := summary.get("wall_s"):
         facts.insert(1, duration(wall))
     error = f'<p class="error"><b>error</b> {safe(summary["error"])}</p>' if summary.get("error") else ""
