@@ -70,7 +70,7 @@ class Controller:
         self.pulse = Pulse()
         self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry, self.pulse.beat)
         self.transport = open_transport(transport_name(recipe), self.fleet, self.learners)
-        self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
+        self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed, parts.publishes)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
         self.drafts = DraftUsage(recipe.rollout.speculation)

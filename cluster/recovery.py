@@ -69,6 +69,8 @@ class Parts:
     """As it had adapted; None in a first attempt, which starts from the recipe's."""
     history: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[EvalResult] = ()
+    publishes: int = 0
+    """Of the attempts before, those of batches that were lost included."""
 
 
 def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
@@ -111,6 +113,7 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
         kl_coefficient=state["kl_coefficient"],
         history=run.read("metrics").records,
+        publishes=sum(e["kind"] == "confirmed" for e in events),
         evaluations=[EvalResult.of(e) for e in events if e["kind"] == "eval" and e["step"] <= version.batch],
     )
 

@@ -252,8 +252,6 @@ def _compare(ledger: dict[str, int], summary_file: Path, findings: Findings) -> 
     for state, found in ledger.items():
         if kept.get(state) != found:
             findings.add("ledger", f"{state}: summary.json says {kept.get(state)}, the records {found}")
-    if kept.get("duplicates", 0):
-        findings.add("once", f"summary.json counts {kept['duplicates']} duplicates")
 
 
 def _figures(replay: Replay, samples: _Samples, ledger: dict[str, int], findings: Findings) -> dict[str, Any]:
