@@ -59,6 +59,7 @@ def assemble(
         groups = [_adjusted(group, "kl", -penalty.coefficient, lambda t: sum(penalty.gaps[t.sample_id])) for group in groups]
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
+    masks = {t.sample_id: loss_mask(t, version, recipe.schedule) for g in groups for t in g.trajectories}
     minibatches: list[tuple[TrainSample, ...]] = []
     denominators: list[float] = []
     rl_denominators: list[float] = []
@@ -66,8 +67,8 @@ def assemble(
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
         trajectories = [t for _, t, _ in pairs]
-        ends = [outcome(t, version, recipe.schedule, filter_overlong=algo.overlong.filter) for t in trajectories]
-        weights, denominator = _weights(trajectories, ends, version, recipe)
+        ends = [outcome(t, masks[t.sample_id], filter_overlong=algo.overlong.filter) for t in trajectories]
+        weights, denominator = _weights(trajectories, ends, masks, version, recipe)
         stamped = list(zip(pairs, weights, ends, strict=True))
         minibatches.append(
             tuple(
@@ -87,7 +88,7 @@ def assemble(
         ce_denominators=zeros,
         distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
-    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, recipe.schedule)}
+    metrics = {**reward_metrics(groups), **staleness_metrics(groups, masks, version, recipe.schedule)}
     if gap_of_sample is not None:
         metrics["distill/kl"] = _mean_gap(batch, gap_of_sample)
     return Assembled(batch, metrics, records)
@@ -128,16 +129,22 @@ def steps_of(trajectory: Trajectory, penalty: Penalty | None) -> Steps:
 
 
 def _weights(
-    trajectories: Sequence[Trajectory], outcomes: Sequence[State], version: WeightVersion, recipe: Recipe
+    trajectories: Sequence[Trajectory],
+    outcomes: Sequence[State],
+    masks: Mapping[str, Sequence[bool]],
+    version: WeightVersion,
+    recipe: Recipe,
 ) -> tuple[list[list[float]], float]:
     """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
     depend on the decay by lag."""
     schedule = recipe.schedule
-    masks = [
-        loss_mask(t, version, schedule) if end == "trained" else [False] * len(t.token_ids)
+    kept = [
+        masks[t.sample_id] if end == "trained" else [False] * len(t.token_ids)
         for t, end in zip(trajectories, outcomes, strict=True)
     ]
-    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.response_tokens)
+    shares, denominator = token_weights(recipe.algo.reduction, kept, max_tokens=recipe.response_tokens)
+    if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
+        return shares, denominator
     decays = [decay(t, version, schedule) for t in trajectories]
     decayed = [[w * d if w else 0.0 for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)]
     return decayed, denominator

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.algos.advantages import has_signal
+from slipstream.cluster import staleness
 from slipstream.cluster.assembly import (
     Penalty,
     assemble,
@@ -270,14 +271,33 @@ def test_a_record_has_runs() -> None:
         "rewards": {"exact": 1.0},
         "advantage": 0.25,
         "status": "eos",
+        "draft": {"rounds": 0, "drafted": 0, "accepted": 0},
         "outcome": "trained",
     }
+
+
+def metrics_of(groups: list[Group], schedule: Schedule) -> dict[str, Any]:
+    masks = {t.sample_id: loss_mask(t, NOW, schedule) for g in groups for t in g.trajectories}
+    return values(staleness_metrics(groups, masks, NOW, schedule))
+
+
+def test_the_tokens_of_a_response_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    fresh = staleness.fresh
+
+    def counted(trajectory: Trajectory, *arguments: Any) -> Any:
+        judged.append(trajectory.sample_id)
+        return fresh(trajectory, *arguments)
+
+    monkeypatch.setattr(staleness, "fresh", counted)
+    assemble([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1, 1))], NOW, recipe())
+    assert judged == ["a", "b"]
 
 
 def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
     """Learner at 3, bound 1.  Lags: a 2, 1, 0, 0 (KV lag 2 each), b 1 (its first token, of lag 3, was observed; KV lag 3)."""
     groups = [group("g", response("a", 1.0, 1, 2, 3, 3), response("b", 0.0, 0, 2, observed=(0,)))]
-    metrics = values(staleness_metrics(groups, NOW, Schedule(max_staleness=1)))
+    metrics = metrics_of(groups, Schedule(max_staleness=1))
     expected = {
         "staleness/token_mean": 4 / 5,
         "staleness/token_max": 2,
@@ -349,7 +369,7 @@ def test_metrics_tell_what_old_kv_entries_mask() -> None:
 
     KV lags: 3 × 2 + 2 × 1 + 0 + 2 × 3 + 0 = 14.  What is left has lags 1 and 0 (b), 0 (c), 0 (e).
     """
-    metrics = values(staleness_metrics(OLD_CACHE, NOW, Schedule(max_staleness=1, max_kv_lag=1)))
+    metrics = metrics_of(OLD_CACHE, Schedule(max_staleness=1, max_kv_lag=1))
     assert metrics["staleness/masked_frac"] == pytest.approx(5 / 9)
     assert metrics["staleness/kv_masked_frac"] == pytest.approx(3 / 9)
     assert metrics["staleness/kv_mean"] == pytest.approx(14 / 9) and metrics["staleness/kv_max"] == 3

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 
+from slipstream.cluster import controller as controller_module
 from slipstream.cluster import recovery, usage
 from slipstream.cluster.actors import EngineStats
 from slipstream.cluster.controller import Controller
@@ -390,6 +392,25 @@ def test_a_failed_group_is_counted_by_its_reason(run: RunDirectory, recipe: Reci
     (event,) = run.read("events").records
     assert (event["kind"], event["reason"]) == ("failed", "scores:faulty/raised")
     assert event["detail"] == "RuntimeError: no opinion on 1"
+
+
+def test_a_batch_is_assembled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    """A second for a million tokens, in which no group could arrive and no health be checked."""
+    threads: list[threading.Thread] = []
+
+    def recorded(*_: Any) -> None:
+        threads.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(controller_module, "assemble", recorded)
+    controller: Any = object.__new__(Controller)
+    controller.recipe, controller.pulse, controller._stopping = recipe, Pulse(), False
+    controller.flow = Flow(Schedule(groups_per_step=1, group_size=1), WeightVersion(0, 3))
+    controller.flow.dispatch("train/2/7", 1)
+    controller.flow.finish(a_group("1<"))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(controller._learn())
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_the_end_that_a_dead_controller_could_not_write(run: RunDirectory) -> None:
