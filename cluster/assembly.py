@@ -41,17 +41,19 @@ def assemble(
     groups: Sequence[Group],
     version: WeightVersion,
     recipe: Recipe,
+    context: int,
     penalty: Penalty | None = None,
     gap_of_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> Assembled:
     """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
 
+    ``context`` is the most that prompt and response may have together, in tokens.
     ``penalty`` is the KL penalty where it belongs into the reward (``algo.kl.placement: reward``): the sum over a response, or,
     with ``advantage: gae``, that of each token at the token.
     ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
     (``distill.form: policy_gradient``).
     """
-    algo, max_tokens = recipe.algo, recipe.response_tokens
+    algo, max_tokens = recipe.algo, recipe.response_tokens(context)
     if (soft := algo.overlong.soft) is not None:
         groups = [_adjusted(group, "overlong", 1.0, lambda t: overlong_reward(t, max_tokens, soft)) for group in groups]
     steps = {t.sample_id: steps_of(t, penalty) for g in groups for t in g.trajectories} if algo.advantage == "gae" else {}
@@ -68,7 +70,7 @@ def assemble(
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
         trajectories = [t for _, t, _ in pairs]
         ends = [outcome(t, masks[t.sample_id], filter_overlong=algo.overlong.filter) for t in trajectories]
-        weights, denominator = _weights(trajectories, ends, masks, version, recipe)
+        weights, denominator = _weights(trajectories, ends, masks, version, recipe, max_tokens)
         stamped = list(zip(pairs, weights, ends, strict=True))
         minibatches.append(
             tuple(
@@ -134,6 +136,7 @@ def _weights(
     masks: Mapping[str, Sequence[bool]],
     version: WeightVersion,
     recipe: Recipe,
+    max_tokens: int,
 ) -> tuple[list[list[float]], float]:
     """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
     depend on the decay by lag."""
@@ -142,7 +145,7 @@ def _weights(
         masks[t.sample_id] if end == "trained" else [False] * len(t.token_ids)
         for t, end in zip(trajectories, outcomes, strict=True)
     ]
-    shares, denominator = token_weights(recipe.algo.reduction, kept, max_tokens=recipe.response_tokens)
+    shares, denominator = token_weights(recipe.algo.reduction, kept, max_tokens=max_tokens)
     if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
         return shares, denominator
     decays = [decay(t, version, schedule) for t in trajectories]

@@ -289,7 +289,9 @@ class Controller:
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
             penalty, gap = await self._kl_penalty(groups), await self._teacher_gaps(groups)
-            assembled = await asyncio.to_thread(assemble, groups, self.flow.learner, self.recipe, penalty, gap)
+            assembled = await asyncio.to_thread(
+                assemble, groups, self.flow.learner, self.recipe, self.parts.context, penalty, gap
+            )
             training = time.perf_counter()
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()

@@ -22,7 +22,7 @@ from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
 from slipstream.rollout.engine import Engine
 from slipstream.rollout.speculation.training import Sample, Settings, Trainee, expected_acceptance, look, new_trainee, train
 from slipstream.rollout.tasks import open_source
-from slipstream.trainer.model import context_length, eos_token_ids, load_policy, load_tokenizer, resolve_model
+from slipstream.trainer.model import context_limit, eos_token_ids, load_policy, load_tokenizer, resolve_model
 
 Progress = Callable[[str, int, int, float | None], None]
 """What is being done, how far it is, of how much, and the loss where there is one."""
@@ -110,7 +110,7 @@ def _checked(speculation: Speculation) -> Path:
 async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[Sample]:
     """Responses to the first prompts of the training stream that fit, one each, in the recipe's own way of sampling."""
     training, rollout = recipe.rollout.speculation.training, recipe.rollout
-    limit = recipe.model.max_length or context_length(model_path)
+    limit = context_limit(recipe.model, model_path)
     prompts = _prompts(recipe, model_path)
     sampling = rollout.sampling.model_copy(update={"max_tokens": training.max_tokens})
     with alarm(recipe.cluster.start_timeout_s, "engine: its start", "cluster.start_timeout_s"):  # vLLM's start blocks the loop

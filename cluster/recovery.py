@@ -34,7 +34,7 @@ from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.speculation.checks import require_runnable
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
-from slipstream.trainer.model import context_length, load_tokenizer, parameter_shapes, resolve_model
+from slipstream.trainer.model import context_limit, load_tokenizer, parameter_shapes, resolve_model
 from slipstream.trainer.teacher import require_same_vocabulary
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Parts:
     cursor: Cursor
     held_out: list[Encoded]
     encoder: PromptEncoder
+    context: int
+    """Tokens of prompt and response together."""
     saved: Path | None = None
     ready: tuple[Group, ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
@@ -90,6 +92,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
         cursor=Cursor(source, encoder, recipe.data.epochs),
         held_out=held_out_tasks(recipe, path),
         encoder=encoder,
+        context=context_limit(recipe.model, path),
     )
     return _restore(fresh, recipe, run) if resume else fresh
 
@@ -215,7 +218,7 @@ def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
 
 def prompt_encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
     """Prompts as a run sees them; those that leave no room for a response do not fit."""
-    limit = recipe.model.max_length or context_length(model_path)
+    limit = context_limit(recipe.model, model_path)
     return PromptEncoder(
         load_tokenizer(model_path),
         chat=recipe.data.chat,

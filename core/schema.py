@@ -252,11 +252,10 @@ class Recipe(Section):
     monitor: Monitor = Field(default_factory=Monitor)
     cluster: Cluster = Field(default_factory=Cluster)
 
-    @property
-    def response_tokens(self) -> int:
-        """The most that the policy writes into one response, over all turns."""
+    def response_tokens(self, context: int) -> int:
+        """The most that the policy writes into one response, over all turns, where prompt and response may have ``context``."""
         turns = 1 if self.rollout.environment.name == "single_turn" else self.rollout.environment.max_turns
-        return min(self.rollout.sampling.max_tokens * turns, self.model.max_length or 2**31)
+        return min(self.rollout.sampling.max_tokens * turns, context)
 
     @property
     def teaches(self) -> Literal["full", "policy_gradient"] | None:

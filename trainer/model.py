@@ -113,6 +113,12 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     raise ValueError(f"{path}: no eos_token_id in generation_config.json or config.json; add the tokens that end a response")
 
 
+def context_limit(model: schema.Model, path: Path) -> int:
+    """Prompt plus response tokens: ``model.max_length``, or what the model was made for.  Raises ValueError where neither is
+    known."""
+    return model.max_length or context_length(path)
+
+
 def context_length(path: Path) -> int:
     """Prompt plus response tokens that the model was made for.  Raises ValueError if its config does not say."""
     config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -398,13 +399,15 @@ def test_a_batch_is_assembled_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     """A second for a million tokens, in which no group could arrive and no health be checked."""
     threads: list[threading.Thread] = []
 
-    def recorded(*_: Any) -> None:
+    def recorded(groups: Any, version: WeightVersion, recipe: Recipe, context: int, *_: Any) -> None:
+        assert context == 77
         threads.append(threading.current_thread())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(controller_module, "assemble", recorded)
     controller: Any = object.__new__(Controller)
     controller.recipe, controller.pulse, controller._stopping = recipe, Pulse(), False
+    controller.parts = SimpleNamespace(context=77)
     controller.flow = Flow(Schedule(groups_per_step=1, group_size=1), WeightVersion(0, 3))
     controller.flow.dispatch("train/2/7", 1)
     controller.flow.finish(a_group("1<"))
