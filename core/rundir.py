@@ -12,7 +12,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
@@ -134,11 +134,10 @@ class RunDirectory:
         for stream, key in _BATCH_KEY.items():
             if descriptor := self._streams.pop(stream, None):
                 os.close(descriptor)
-            records = self.read(stream).records
-            kept = [record for record in records if record[key] <= batch]
-            dropped[stream] = len(records) - len(kept)
+            file = self.stream_file(stream)
+            dropped[stream] = sum(record[key] > batch for _, record in _whole_lines(file)) if file.exists() else 0
             if dropped[stream]:
-                write_atomically(self.stream_file(stream), b"".join(_encode(record) + b"\n" for record in kept))
+                write_atomically(file, (line for line, record in _whole_lines(file) if record[key] <= batch))
         return dropped
 
     def close(self) -> None:
@@ -163,25 +162,37 @@ def read_jsonl(path: Path) -> JsonLines:
     A last line without its newline that is no whole object was torn by a crash: it is left out and ``torn`` is True.
     Raises ValueError, with file and line, for any other line that is not a JSON object.
     """
-    records: list[dict[str, Any]] = []
+    records, torn = [], False
+    for _, record in _lines(path):
+        if record is None:
+            torn = True
+        else:
+            records.append(record)
+    return JsonLines(records, torn)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Every line with its record, None where the last one is torn; one line at a time in memory.  Raises as ``read_jsonl``."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             record = _decode(line)
-            if record is not None:
-                records.append(record)
-            elif not line.endswith(b"\n"):
-                return JsonLines(records, True)
-            else:
+            if record is None and line.endswith(b"\n"):
                 raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
-    return JsonLines(records, False)
+            yield line, record
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for line, record in _lines(path):
+        if record is not None:
+            yield line.rstrip(b"\n") + b"\n", record
+
+
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file that is either old or new, never half, even if the machine stops: write aside, sync, rename."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
