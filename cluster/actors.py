@@ -89,7 +89,7 @@ class RolloutActor:
     ) -> str:
         """Load everything; returns the id of the node, since weights are staged once per node.
 
-        Raises ValueError where a reward function or the environment cannot be imported, or ``first_task`` lacks what they need.
+        Raises UserError where a reward function or the environment cannot be imported, or ``first_task`` lacks what they need.
         """
         redirect_output(Path(place.logs) / f"engine-{index}.log")
         from slipstream.rollout.engine import Engine

@@ -246,19 +246,23 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
 
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
-    """Whole trajectories with no weights yet, for scoring by the reference or the teacher."""
-    return [_bare_sample(t) for group in groups for t in group.trajectories]
+    """Whole trajectories with no weights yet, for scoring by the reference or the teacher; an empty response has no score."""
+    return [_bare_sample(t) for group in groups for t in group.trajectories if t.token_ids]
 
 
 def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations."""
+    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations.
+
+    ``other_logprobs`` are those of ``samples_of(groups)``.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
+    known = dict(zip([sample.sample_id for sample in samples_of(groups)], other_logprobs, strict=True))
     return {
         t.sample_id: tuple(
-            behaviour - known if mine else 0.0
-            for behaviour, known, mine in zip(t.behaviour_logprobs, other, t.loss_mask, strict=True)
+            behaviour - other if mine else 0.0
+            for behaviour, other, mine in zip(t.behaviour_logprobs, known.get(t.sample_id, ()), t.loss_mask, strict=True)
         )
-        for t, other in zip(trajectories, other_logprobs, strict=True)
+        for t in trajectories
     }
 
 

@@ -16,6 +16,7 @@ from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.launch import RunFailed
 from slipstream.cluster.recovery import CACHE, prompt_encoder
 from slipstream.cluster.waiting import alarm, within
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
@@ -47,7 +48,7 @@ class Made:
 def train_draft(recipe: Recipe, progress: Progress) -> Made:
     """Sample, train, and write the folder that ``rollout.speculation.draft`` names (with ``draft.json``, the figures).
 
-    Raises ValueError for a recipe that no draft can be made for, or a folder that is there already; RunFailed where the engine
+    Raises UserError for a recipe that no draft can be made for, or a folder that is there already; RunFailed where the engine
     does not come up or goes silent.
     """
     speculation = recipe.rollout.speculation
@@ -103,7 +104,7 @@ def _checked(speculation: Speculation) -> Path:
     elif (path := Path(speculation.draft).expanduser()).exists():
         problems.append(f"rollout.speculation.draft: {path} is there already; remove it, or name another folder")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return path
 
 
@@ -132,7 +133,7 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
         sample for sample in sorted(samples, key=lambda s: s.ids) if len(sample.ids) - sample.prompt_length >= shortest
     ]
     if len(long_enough) < 2:
-        raise ValueError(
+        raise UserError(
             f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )

@@ -23,6 +23,7 @@ from slipstream.cluster.pulse import Pulse, watch
 from slipstream.cluster.recovery import CACHE, held_out_tasks, last_checkpoint, require_same
 from slipstream.cluster.staging import staging
 from slipstream.cluster.telemetry import Telemetry
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.trainer.checkpoint import export_model
@@ -31,20 +32,20 @@ from slipstream.trainer.checkpoint import export_model
 def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
     """Export the last checkpoint of ``path``, start engines on it, ask every held-out task once.
 
-    The result is also an ``eval`` event of the run.  Raises ValueError if there is no checkpoint or no held-out task, RunFailed
+    The result is also an ``eval`` event of the run.  Raises UserError if there is no checkpoint or no held-out task, RunFailed
     if an engine fails, or nothing is answered for ``cluster.stall_timeout_s``.
     """
     with RunDirectory.open(path, write=True) as run, tempfile.TemporaryDirectory() as scratch:
         recipe = run.recipe(overrides)
         if not recipe.monitor.eval.size:
-            raise ValueError("monitor.eval.size: got 0, expected a number of tasks; give monitor.eval.size=256")
+            raise UserError("monitor.eval.size: got 0, expected a number of tasks; give monitor.eval.size=256")
         checkpoint, version = last_checkpoint(run)
         require_same(recipe, checkpoint, ("data.", "monitor.eval."))  # or held-out rows would be rows that were trained on
         model = Path(scratch) / "model"
         export_model(checkpoint, model)
         tasks = held_out_tasks(recipe, model)
         if not tasks:
-            raise ValueError("monitor.eval: not one held-out prompt fits; raise model.max_length or data.max_prompt_tokens")
+            raise UserError("monitor.eval: not one held-out prompt fits; raise model.max_length or data.max_prompt_tokens")
         telemetry = Telemetry(run, recipe.name, ())
         fleet = Fleet(recipe, RunPlace(f"{recipe.name}-eval-{os.getpid()}", str(run.logs), str(run.search_path())))
         with staging(fleet.place.run_id), ray_session(recipe):
@@ -54,8 +55,8 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> EvalResult:
                 drafts = saved_drafts(checkpoint)
                 return asyncio.run(_evaluate(fleet, evaluator, pulse, model, version, tasks[0][0], telemetry, drafts))
             except (ray.exceptions.RayError, TimeoutError) as failure:
-                if isinstance(cause(failure), ValueError):
-                    raise ValueError(str(cause(failure))) from failure
+                if isinstance(cause(failure), UserError):
+                    raise UserError(str(cause(failure))) from failure
                 raise RunFailed(describe(failure)) from failure
 
 

@@ -13,6 +13,7 @@ import ray
 
 from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace, spawn, starting
 from slipstream.cluster.waiting import within
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.rollout.weights import TransportName
@@ -145,11 +146,11 @@ def gpus_wanted(recipe: Recipe) -> int:
 def gpu_share(recipe: Recipe) -> float:
     """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few.
 
-    Raises ValueError where workers of one engine would have to share a GPU.
+    Raises UserError where workers of one engine would have to share a GPU.
     """
     share = min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
     if 0.0 < share < 1.0 and recipe.rollout.tensor_parallel > 1:
-        raise ValueError(
+        raise UserError(
             f"rollout.tensor_parallel: got {recipe.rollout.tensor_parallel}, but there are too few GPUs for one each "
             f"({gpus_wanted(recipe)} wanted); lower it, rollout.engines or trainer.ranks"
         )

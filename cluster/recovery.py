@@ -26,6 +26,7 @@ from slipstream.cluster.drafts import draft_folder
 from slipstream.cluster.evaluation import Encoded, EvalResult
 from slipstream.cluster.fleet import gpu_share
 from slipstream.cluster.ledger import Ledger
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import dump_recipe
 from slipstream.core.records import DraftCounts, Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
@@ -76,7 +77,7 @@ class Parts:
 
 
 def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
-    """Open data and model, and find the last checkpoint if ``resume``.  Raises ValueError for what the user has to mend."""
+    """Open data and model, and find the last checkpoint if ``resume``.  Raises UserError for what the user has to mend."""
     path = resolve_model(recipe.model, recipe.seed, CACHE)
     encoder = prompt_encoder(recipe, path)
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
@@ -124,7 +125,7 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
 def _reference(recipe: Recipe, policy: Path) -> str | None:
     """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed.
 
-    Raises ValueError for one of another vocabulary, or that the policy could not be copied into when it is refreshed.
+    Raises UserError for one of another vocabulary, or that the policy could not be copied into when it is refreshed.
     """
     if recipe.model.reference is None or not recipe.algo.kl.coefficient:
         return None
@@ -134,7 +135,7 @@ def _reference(recipe: Recipe, policy: Path) -> str | None:
     if recipe.algo.kl.refresh_every is not None and (shapes := parameter_shapes(path)) != (ours := parameter_shapes(policy)):
         name = sorted({*shapes.items()} ^ {*ours.items()})[0][0]
         there = f"{name} is {ours.get(name, 'not there')} in {policy}, and {shapes.get(name, 'not there')} in {path}"
-        raise ValueError(
+        raise UserError(
             f"algo.kl.refresh_every: the policy cannot become the reference: {there}; expected a model.reference of its "
             "shape: take one, or remove refresh_every"
         )
@@ -162,7 +163,7 @@ def _critic(recipe: Recipe, policy: Path) -> str | None:
 
 
 def _draft(recipe: Recipe, target: Path) -> Path | None:
-    """The folder of the draft.  Raises ValueError with every reason why the engines could not use it."""
+    """The folder of the draft.  Raises UserError with every reason why the engines could not use it."""
     if not recipe.rollout.speculation.on:
         return None
     folder = draft_folder(recipe, CACHE)
@@ -197,7 +198,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def require_same(recipe: Recipe, checkpoint: Path, sections: tuple[str, ...] = ("",)) -> None:
-    """Raise ValueError if, within ``sections``, the recipe differs from the checkpoint's in what may not change any more."""
+    """Raise UserError if, within ``sections``, the recipe differs from the checkpoint's in what may not change any more."""
     wanted, saved = _fixed(recipe), json.loads((checkpoint / FILE).read_text())["fixed"]
     changed = [
         f"{key}: got {wanted.get(key)}, expected {saved.get(key)}"
@@ -205,7 +206,7 @@ def require_same(recipe: Recipe, checkpoint: Path, sections: tuple[str, ...] = (
         if key.startswith(sections) and wanted.get(key) != saved.get(key)
     ]
     if changed:
-        raise ValueError("\n".join([*changed, "these stay as they were when the run began; start a new run to change them"]))
+        raise UserError("\n".join([*changed, "these stay as they were when the run began; start a new run to change them"]))
 
 
 def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
@@ -235,13 +236,13 @@ def _prompt_limit(recipe: Recipe, context: int) -> int:
 
 
 def last_checkpoint(run: RunDirectory) -> tuple[Path, WeightVersion]:
-    """The newest valid checkpoint and its version; one that had to be passed over is an event.  Raises ValueError for none."""
+    """The newest valid checkpoint and its version; one that had to be passed over is an event.  Raises UserError for none."""
     found, warnings = latest(run.checkpoints)
     for warning in warnings:
         log.warning(warning)
         run.append("events", {"time": time.time(), "kind": "warning", "message": warning})
     if found is None:
-        raise ValueError(f"{run.path}: there is no checkpoint; start the run again under another name")
+        raise UserError(f"{run.path}: there is no checkpoint; start the run again under another name")
     return found, WeightVersion.parse(json.loads((found / FILE).read_text())["version"])
 
 
@@ -268,7 +269,7 @@ async def save(controller: Controller) -> None:
             if controller.recipe.rollout.speculation.learns:
                 await controller.fleet.save_drafts(folder / DRAFTS)
             if not (folder / LEARNER / "learner.json").exists():
-                raise ValueError(
+                raise UserError(
                     f"{folder}: the learner wrote its part on another node; keep runs on a disk that all nodes share"
                 )
             (folder / FILE).write_text(json.dumps(state))

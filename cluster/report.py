@@ -30,7 +30,7 @@ def build_report(run_dir: Path, decode: Decode | None = None) -> Path:
     """Write ``report.html`` of a run, finished or not, and return its path.
 
     What was not logged is left out.  ``decode`` gives the text of a token id for the samples; without it, tokens of models
-    that write a character at a time show their character, others their id.  Raises ValueError if ``run_dir`` is no run.
+    that write a character at a time show their character, others their id.  Raises UserError if ``run_dir`` is no run.
     """
     run = RunDirectory.open(run_dir)
     metrics, events = run.read("metrics"), run.read("events")

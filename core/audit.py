@@ -31,6 +31,7 @@ from slipstream.core.audit_events import (
     parse_events,
     read_lines,
 )
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion
 
 CHECKS = {
@@ -83,10 +84,10 @@ class AuditReport:
 def audit(run_dir: Path) -> AuditReport:
     """Check the records of a run, finished or not; a run on demonstrations only has no bound and no ledger to check.
 
-    Raises ValueError if ``run_dir`` has no ``events.jsonl``."""
+    Raises UserError if ``run_dir`` has no ``events.jsonl``."""
     events_file, samples_file = run_dir / "events.jsonl", run_dir / "samples.jsonl"
     if not events_file.is_file():
-        raise ValueError(
+        raise UserError(
             f"run directory: {run_dir} has no events.jsonl, expected the directory of a run such as runs/quickstart"
         )
     findings = Findings()

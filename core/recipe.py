@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from slipstream.core import built_in
 from slipstream.core.algorithms import PRESETS, contradictions
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import explain, place_of, section_at
 from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, path_of, read_file, read_override
 from slipstream.core.schema import Recipe
@@ -39,7 +40,7 @@ _PLACEHOLDERS: dict[KeyPath, Any] = {
 _ROUNDS = 4  # rules over several keys run only on sections whose keys are right; each round uncovers one layer
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """Everything that is wrong with a recipe; ``problems`` lists it, each with key, place and remedy."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -51,7 +52,7 @@ class RecipeError(ValueError):
 def load_recipe(files: Sequence[Path], overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of ``files``, merged left to right, with ``a.b=c`` overrides on top.
 
-    Raises RecipeError (a ValueError) with all problems: unreadable files, YAML errors, unknown, missing, doubled or
+    Raises RecipeError (a UserError) with all problems: unreadable files, YAML errors, unknown, missing, doubled or
     mistyped keys, values out of range, broken rules between keys, references that lead nowhere.
     """
     if not files:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
 from slipstream.core.schema import Recipe
 
@@ -57,13 +58,13 @@ def explain(error: ErrorDetails, places: Mapping[KeyPath, str], root: type[BaseM
 def options_of(model: type[M], options: Mapping[str, Any], key: str) -> M:
     """Free-form options of the recipe (``data.options``) as what their source or grader understands.
 
-    Raises ValueError with every problem, in the loader's words.
+    Raises UserError with every problem, in the loader's words.
     """
     try:
         return model.model_validate_json(json.dumps(options))
     except ValidationError as error:
         found = [explain(detail, {}, model)[1] for detail in error.errors(include_url=False)]
-        raise ValueError("\n".join(f"{key}.{problem}" for problem in found)) from None
+        raise UserError("\n".join(f"{key}.{problem}" for problem in found)) from None
 
 
 def _expected(error: ErrorDetails) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import dump_recipe, load_recipe
 from slipstream.core.schema import Recipe
 
@@ -46,14 +47,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDirectory:
-        """Start ``root/<recipe.name>``.  Raises ValueError if it exists: no run ever writes into another's directory."""
+        """Start ``root/<recipe.name>``.  Raises UserError if it exists: no run ever writes into another's directory."""
         path = root / recipe.name
         root.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()
         except FileExistsError:
             free = next(f"{recipe.name}-{n}" for n in range(2, 1_000_000) if not (root / f"{recipe.name}-{n}").exists())
-            raise ValueError(
+            raise UserError(
                 f"run directory: {path} exists already; continue that run with `slipstream resume {path}`, "
                 f"or start a new one under another name: name={free}"
             ) from None
@@ -67,11 +68,11 @@ class RunDirectory:
     def open(cls, path: Path, *, write: bool = False) -> RunDirectory:
         """An existing run: to read, or with ``write`` to continue it.
 
-        Raises ValueError if ``path`` is no run directory, or another process writes to it.  A line that a crash cut off
+        Raises UserError if ``path`` is no run directory, or another process writes to it.  A line that a crash cut off
         is removed when a writer opens the run, so that the next record starts on a line of its own.
         """
         if not (path / "recipe.yaml").is_file():
-            raise ValueError(
+            raise UserError(
                 f"run directory: {path} has no recipe.yaml, expected the directory of a run such as runs/quickstart"
             )
         if not write:
@@ -160,7 +161,7 @@ def read_jsonl(path: Path) -> JsonLines:
     """Records of a JSONL file, one object per line.
 
     A last line without its newline that is no whole object was torn by a crash: it is left out and ``torn`` is True.
-    Raises ValueError, with file and line, for any other line that is not a JSON object.
+    Raises UserError, with file and line, for any other line that is not a JSON object.
     """
     records, torn = [], False
     for _, record in _lines(path):
@@ -177,7 +178,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         for number, line in enumerate(lines, 1):
             record = _decode(line)
             if record is None and line.endswith(b"\n"):
-                raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
+                raise UserError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
             yield line, record
 
 
@@ -212,7 +213,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise ValueError(
+        raise UserError(
             f"run directory: {path} is being written by process {owner}; wait for it, stop it, or choose another name="
         ) from None
     os.ftruncate(descriptor, 0)

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from slipstream.core.mistakes import UserError
+
 MANIFEST, LATEST = "MANIFEST.json", "LATEST"
 LEARNER = "learner"
 """The part of a checkpoint that ``Learner.save`` writes; its ``model`` is what ``export_model`` exports."""
@@ -26,7 +28,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:-2)?")
 _DRAFT = ".draft-"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint is not what its manifest says, or not what the learner needs."""
 
 
@@ -112,7 +114,7 @@ def export_model(checkpoint: Path, out: Path) -> None:
     and not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"export: {out} exists and is not an empty folder; name another place or remove it first")
+        raise UserError(f"export: {out} exists and is not an empty folder; name another place or remove it first")
     verify(checkpoint)
     model = checkpoint / LEARNER / "model"
     if not model.is_dir():

@@ -22,6 +22,7 @@ from slipstream.cluster.staleness import loss_mask, staleness_metrics
 from slipstream.core.metrics import values
 from slipstream.core.records import Group, Task, TrainSample, Trajectory, WeightVersion
 from slipstream.core.schema import Recipe, Schedule
+from slipstream.trainer.packing import pack
 
 
 def recipe(
@@ -76,6 +77,7 @@ def by_name(batch: Any) -> dict[str, TrainSample]:
 
 
 NOW = WeightVersion(0, 3)
+EMPTY: dict[str, Any] = dict.fromkeys(("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "kv_versions"), ())
 
 
 def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics() -> None:
@@ -254,6 +256,23 @@ def test_demonstrations_are_cross_entropy_on_the_completion() -> None:
 def test_samples_for_the_reference_are_whole() -> None:
     (sample,) = samples_of([group("g", response("a", 1.0, 1, 3))])
     assert sample.input_ids == (5, 6, 47, 4, 5) and sample.rl == (0.0, 0.0)
+
+
+def test_an_empty_response_is_not_scored_and_has_no_gaps() -> None:
+    """A row cannot hold it: nothing of it is predicted."""
+    groups = [group("g", response("a", 1.0, 1, 3), empty := replace(response("b", 0.5, 1), **EMPTY), response("c", 0.0, 3))]
+    samples = samples_of(groups)
+    assert [sample.sample_id for sample in samples] == ["a", "c"]
+    assert pack(samples).lengths == (2, 1)
+    assert empty.token_ids == () and gaps(groups, [[-1.0, -1.0], [-1.0]]) == {"a": (0.5, 0.0), "b": (), "c": (0.5,)}
+    made = assembled(
+        groups,
+        NOW,
+        recipe(kl={"coefficient": 0.2, "placement": "reward", "estimator": "k1"}),
+        Penalty(0.2, gaps(groups, [[-1.0, -1.0], [-1.0]])),
+    )
+    assert [record["outcome"] for record in made.records] == ["trained", "stale", "trained"]
+    assert [record["reward"] for record in made.records] == pytest.approx([0.9, 0.5, -0.1])
 
 
 def test_a_record_has_runs() -> None:

@@ -47,6 +47,26 @@ def test_all_mistakes_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
     assert slipstream("run", file, cwd=tmp_path).returncode == 2 and not (tmp_path / "runs").exists()
 
 
+def test_a_mistake_ends_with_2_and_a_fault_of_ours_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slipstream.cluster import cli
+    from slipstream.core.mistakes import UserError
+
+    def fails(problem: Exception) -> None:
+        def app() -> None:
+            raise problem
+
+        monkeypatch.setattr(cli, "app", app)
+        cli.main()
+
+    with pytest.raises(SystemExit) as ended:
+        fails(UserError("schedule.steps: got -5"))
+    assert ended.value.code == 2 and "schedule.steps: got -5" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="shorter"):
+        fails(ValueError("zip() argument 2 is shorter than argument 1"))
+
+
 def test_validate_says_what_it_has_not_looked_at(recipe: Path) -> None:
     (recipe.parent / "mine.py").write_text("raise SystemExit('imported')")
     done = slipstream("validate", recipe, "rollout.environment.name=mine:Host", cwd=recipe.parent)

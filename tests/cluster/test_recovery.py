@@ -24,7 +24,7 @@ from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.flow import Flow
-from slipstream.cluster.launch import _write_ending
+from slipstream.cluster.launch import RunFailed, _write_ending, as_told
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse
@@ -33,6 +33,7 @@ from slipstream.cluster.telemetry import Telemetry, summarise
 from slipstream.cluster.usage import Usage
 from slipstream.core.audit import audit
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Model, Recipe, Schedule
@@ -370,6 +371,23 @@ def test_the_cause_is_told_and_not_its_wrappings() -> None:
     outer.add_note("while it was late")
     group = BaseExceptionGroup("a", [outer, KeyError("later")])
     assert cause(group) is inner and describe(group) == "ValueError: the reason (while it was late)"
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "told", "traced"),
+    [
+        (UserError("data.source: got x"), UserError, "data.source: got x", False),
+        (RunFailed("an engine's process 7 died"), RunFailed, "an engine's process 7 died", False),
+        (ValueError("zip() argument 2 is shorter"), RunFailed, "ValueError: zip() argument 2 is shorter", True),
+    ],
+)
+def test_only_a_users_mistake_is_told_as_one(
+    problem: Exception, kind: type[Exception], told: str, traced: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = ray.exceptions.RayTaskError("run", "the remote traceback", problem)
+    ended = as_told(failure)
+    assert type(ended) is kind and str(ended) == told
+    assert ("the remote traceback" in capsys.readouterr().err) == traced
 
 
 def test_a_failed_group_is_counted_by_its_reason(run: RunDirectory, recipe: Recipe) -> None:
