@@ -120,7 +120,13 @@ def _cards(summary: Mapping[str, Any], history: History) -> str:
             ("idle: learner / rollout", f"{percent(idle, 0)} / {percent(of('idle', 'rollout'), 0)}", "share of the run")
         )
     if (speed := of("throughput", "rollout_tokens_per_s")) is not None:
-        cards.append(("rollout", f"{speed:,.0f}", f"tokens/s, trained {show(of('throughput', 'trained_tokens_per_s'))}"))
+        cards.append(
+            (
+                "rollout",
+                f"{speed:,.0f}",
+                f"tokens/s, trained {show(of('throughput', 'trained_tokens_per_s'))} (with prompts and every epoch)",
+            )
+        )
     if (pause := of("weights", "pause_s_p50")) is not None:
         cards.append(("pause for new weights", f"{pause * 1000:.0f} ms", f"median of {show(of('weights', 'publishes'))}"))
     boxes = (f"<div><h4>{safe(n)}</h4><p>{safe(v)}</p><small>{safe(note)}</small></div>" for n, v, note in cards)

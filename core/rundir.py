@@ -3,7 +3,7 @@
 recipe.yaml      resolved, secrets redacted        checkpoints/  one folder per checkpoint
 metrics.jsonl    one line per step                 logs/         of the processes
 events.jsonl     starts, updates, faults           summary.json  at the end and on failure
-samples.jsonl    one line per trained sample       report.html   `slipstream report`
+samples.jsonl    one per sample of a batch         report.html   `slipstream report`
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class Evaluation(Section):
 class Monitor(Section):
     eval: Evaluation = Field(default_factory=Evaluation)
     sinks: list[Literal["ray"]] = Field(default_factory=list, description="where metrics go besides metrics.jsonl")
-    samples: bool = Field(True, description="write every trained sample to samples.jsonl (the audit needs it)")
+    samples: bool = Field(True, description="write every sample of an assembled batch to samples.jsonl (the audit needs it)")
 
 
 class Cluster(Section):

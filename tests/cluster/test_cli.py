@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.services import find_gcs_addresses
 
 COMMANDS = ("run", "validate", "resume", "eval", "export", "report", "audit", "doctor")
 GOOD = "name: trial\nmodel: {path: 'builtin:tiny'}\ndata: {source: 'builtin:number_sorting'}\n"
@@ -116,6 +117,8 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(recipe: Path) -> None:
 
 
 def test_a_ray_that_does_not_start_is_told_without_a_traceback(recipe: Path) -> None:
+    if find_gcs_addresses():
+        pytest.skip("a Ray runs on this machine, and would be found")
     done = slipstream("run", recipe, "cluster.address=auto", cwd=recipe.parent)
     told = " ".join(done.stderr.split())
     assert done.returncode == 1 and "Ray did not start" in told and "Traceback" not in told, done.stderr
