@@ -192,7 +192,7 @@ def _concerns(key: str, text: str, suspects: set[str]) -> bool:
 def _mended(plain: dict[str, Any], suspects: set[str]) -> dict[str, Any]:
     """Without the suspects.  A required one has a valid value instead, or its section goes where it may."""
     plain = _without(plain, (), suspects)
-    for path in sorted(map(path_of, filter(None, suspects)), key=len):
+    for path in sorted(filter(None, map(path_of, suspects)), key=len):
         section = section_at(path[:-1], Recipe)
         known = section.model_fields.get(str(path[-1])) if section is not None else None
         if known is None or not known.is_required():

@@ -122,6 +122,7 @@ def test_a_rule_about_a_wrong_key_of_its_own_section_is_not_told(tmp_path: Path)
         ("warm_start: {}", "5: warm_start.steps: missing; add `steps: …`"),
         ("seed: [1", "6: not valid YAML: "),
         ("  seed: 1", "5: not valid YAML: "),
+        ("'!!': 1", "5: !!: unknown key"),
         ("seed: &a [*a]", "5: seed: nested too deeply"),
     ],
 )
