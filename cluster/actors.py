@@ -89,7 +89,7 @@ class RolloutActor:
     ) -> str:
         """Load everything; returns the id of the node, since weights are staged once per node.
 
-        Raises ValueError where a reward function or the environment cannot be imported, or ``first_task`` lacks what they need.
+        Raises UserError where a reward function or the environment cannot be imported, or ``first_task`` lacks what they need.
         """
         redirect_output(Path(place.logs) / f"engine-{index}.log")
         from slipstream.rollout.engine import Engine
@@ -99,7 +99,7 @@ class RolloutActor:
         from slipstream.rollout.prompts import PromptEncoder
         from slipstream.rollout.rewards import Rewards
         from slipstream.rollout.weights import Stager
-        from slipstream.trainer.model import context_length, eos_token_ids, load_tokenizer, vocabulary_size
+        from slipstream.trainer.model import context_limit, eos_token_ids, load_tokenizer, vocabulary_size
 
         self._rewards = Rewards(recipe.reward, Path(place.search_path))
         self._open.callback(self._rewards.close)
@@ -110,7 +110,7 @@ class RolloutActor:
         encoder = PromptEncoder(load_tokenizer(path), chat=recipe.data.chat)
         if recipe.rollout.environment.name != "single_turn":
             encoder.observation(first_task, "?", ())  # or a chat template that cannot go on fails here
-        limit = recipe.model.max_length or context_length(path)
+        limit = context_limit(recipe.model, path)
         self._engine = await Engine.start(
             path,
             model=recipe.model,

@@ -41,17 +41,19 @@ def assemble(
     groups: Sequence[Group],
     version: WeightVersion,
     recipe: Recipe,
+    context: int,
     penalty: Penalty | None = None,
     gap_of_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> Assembled:
     """Stamp ``groups`` for the learner at ``version``; the lag of each token is fixed here.
 
+    ``context`` is the most that prompt and response may have together, in tokens.
     ``penalty`` is the KL penalty where it belongs into the reward (``algo.kl.placement: reward``): the sum over a response, or,
     with ``advantage: gae``, that of each token at the token.
     ``gap_of_sample`` is log π_b − log π_T of each response token where it belongs into the advantages
     (``distill.form: policy_gradient``).
     """
-    algo, max_tokens = recipe.algo, recipe.response_tokens
+    algo, max_tokens = recipe.algo, recipe.response_tokens(context)
     if (soft := algo.overlong.soft) is not None:
         groups = [_adjusted(group, "overlong", 1.0, lambda t: overlong_reward(t, max_tokens, soft)) for group in groups]
     steps = {t.sample_id: steps_of(t, penalty) for g in groups for t in g.trajectories} if algo.advantage == "gae" else {}
@@ -59,6 +61,7 @@ def assemble(
         groups = [_adjusted(group, "kl", -penalty.coefficient, lambda t: sum(penalty.gaps[t.sample_id])) for group in groups]
     advantages = batch_advantages([[t.reward for t in group.trajectories] for group in groups], algo.advantage)
     parts = _split(list(zip(groups, advantages, strict=True)), algo.minibatches)
+    masks = {t.sample_id: loss_mask(t, version, recipe.schedule) for g in groups for t in g.trajectories}
     minibatches: list[tuple[TrainSample, ...]] = []
     denominators: list[float] = []
     rl_denominators: list[float] = []
@@ -66,8 +69,8 @@ def assemble(
     for part in parts:
         pairs = [(g, t, a) for g, advantages_G in part for t, a in zip(g.trajectories, advantages_G, strict=True)]
         trajectories = [t for _, t, _ in pairs]
-        ends = [outcome(t, version, recipe.schedule, filter_overlong=algo.overlong.filter) for t in trajectories]
-        weights, denominator = _weights(trajectories, ends, version, recipe)
+        ends = [outcome(t, masks[t.sample_id], filter_overlong=algo.overlong.filter) for t in trajectories]
+        weights, denominator = _weights(trajectories, ends, masks, version, recipe, max_tokens)
         stamped = list(zip(pairs, weights, ends, strict=True))
         minibatches.append(
             tuple(
@@ -87,7 +90,7 @@ def assemble(
         ce_denominators=zeros,
         distill_denominators=tuple(denominators) if recipe.teaches == "full" else zeros,
     )
-    metrics = {**reward_metrics(groups), **staleness_metrics(groups, version, recipe.schedule)}
+    metrics = {**reward_metrics(groups), **staleness_metrics(groups, masks, version, recipe.schedule)}
     if gap_of_sample is not None:
         metrics["distill/kl"] = _mean_gap(batch, gap_of_sample)
     return Assembled(batch, metrics, records)
@@ -128,16 +131,23 @@ def steps_of(trajectory: Trajectory, penalty: Penalty | None) -> Steps:
 
 
 def _weights(
-    trajectories: Sequence[Trajectory], outcomes: Sequence[State], version: WeightVersion, recipe: Recipe
+    trajectories: Sequence[Trajectory],
+    outcomes: Sequence[State],
+    masks: Mapping[str, Sequence[bool]],
+    version: WeightVersion,
+    recipe: Recipe,
+    max_tokens: int,
 ) -> tuple[list[list[float]], float]:
     """Weights of the responses of one mini-batch, in whatever streams train on them, and their denominator, which does not
     depend on the decay by lag."""
     schedule = recipe.schedule
-    masks = [
-        loss_mask(t, version, schedule) if end == "trained" else [False] * len(t.token_ids)
+    kept = [
+        masks[t.sample_id] if end == "trained" else [False] * len(t.token_ids)
         for t, end in zip(trajectories, outcomes, strict=True)
     ]
-    shares, denominator = token_weights(recipe.algo.reduction, masks, max_tokens=recipe.response_tokens)
+    shares, denominator = token_weights(recipe.algo.reduction, kept, max_tokens=max_tokens)
+    if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
+        return shares, denominator
     decays = [decay(t, version, schedule) for t in trajectories]
     decayed = [[w * d if w else 0.0 for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)]
     return decayed, denominator
@@ -236,19 +246,23 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
 
 
 def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
-    """Whole trajectories with no weights yet, for scoring by the reference or the teacher."""
-    return [_bare_sample(t) for group in groups for t in group.trajectories]
+    """Whole trajectories with no weights yet, for scoring by the reference or the teacher; an empty response has no score."""
+    return [_bare_sample(t) for group in groups for t in group.trajectories if t.token_ids]
 
 
 def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations."""
+    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations.
+
+    ``other_logprobs`` are those of ``samples_of(groups)``.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
+    known = dict(zip([sample.sample_id for sample in samples_of(groups)], other_logprobs, strict=True))
     return {
         t.sample_id: tuple(
-            behaviour - known if mine else 0.0
-            for behaviour, known, mine in zip(t.behaviour_logprobs, other, t.loss_mask, strict=True)
+            behaviour - other if mine else 0.0
+            for behaviour, other, mine in zip(t.behaviour_logprobs, known.get(t.sample_id, ()), t.loss_mask, strict=True)
         )
-        for t, other in zip(trajectories, other_logprobs, strict=True)
+        for t in trajectories
     }
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from slipstream.core.mistakes import UserError
+
 app = typer.Typer(
     name="slipstream",
     help="RL post-training and on-policy distillation of language models with asynchronous rollouts.",
@@ -29,10 +31,13 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, s
 
 
 def main() -> None:
-    """Entry point.  Exit codes: 2 for a mistake of the user's, 1 for a run that failed, 130 for one that was interrupted."""
+    """Entry point.  Exit codes: 2 for a mistake of the user's, 1 for a run that failed, 130 for one that was interrupted.
+
+    A fault of ours ends with its traceback, and code 1.
+    """
     try:
         app()
-    except ValueError as mistake:
+    except UserError as mistake:
         err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)
     except RuntimeError as failure:
@@ -175,7 +180,7 @@ def export(path: RunPath, target: Annotated[Path, typer.Argument(metavar="OUT", 
     for warning in warnings:
         err.print(_plain(warning))
     if checkpoint is None:
-        raise ValueError(f"{path}: no checkpoint to export; expected checkpoints/step-*")
+        raise UserError(f"{path}: no checkpoint to export; expected checkpoints/step-*")
     export_model(checkpoint, target)
     out.print(f"wrote {target}", soft_wrap=True)
 

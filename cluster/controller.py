@@ -31,7 +31,7 @@ from slipstream.cluster.actors import RunPlace
 from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
 from slipstream.cluster.drafts import DraftUsage, saved_drafts, share_drafts, summarise_drafts
 from slipstream.cluster.evaluation import Encoded, Evaluator
-from slipstream.cluster.faults import describe
+from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.learners import LearnerGroup
@@ -69,12 +69,13 @@ class Controller:
             self.flow.restore(group)
         self.pulse = Pulse()
         self.evaluator = Evaluator(recipe.monitor.eval, parts.held_out, self.fleet, self.flow, self.telemetry, self.pulse.beat)
-        self.transport = open_transport(transport_name(recipe), self.fleet, self.learners, recipe.cluster.step_timeout_s)
-        self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed)
+        self.transport = open_transport(transport_name(recipe), self.fleet, self.learners)
+        self.publisher = Publisher(self.transport, self.flow, self.telemetry, self._confirmed, parts.publishes)
         self.imitation = Imitation(recipe, self.cursor, parts.encoder, self.learners)
         self.usage = Usage()
         self.drafts = DraftUsage(recipe.rollout.speculation)
         self.places: dict[str, tuple[int, int]] = {}
+        self.saved_batch = parts.version.batch if parts.saved is not None else None
         self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
         self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()
@@ -234,9 +235,11 @@ class Controller:
         size = self.recipe.schedule.group_size
         try:
             group = await self.fleet.sample(self.fleet.pick(version), task, prompt_ids, version, size)
-        except GroupFailed as problem:
+        except GroupFailed as wrapped:
+            problem = cause(wrapped)  # as the engine raised it: Ray's own text is a whole traceback
+            assert isinstance(problem, GroupFailed)
             self.flow.fail(task.id)
-            self._gone("failed", task.id, size, str(problem))
+            self._gone("failed", task.id, size, problem.reason, detail=problem.detail)
             self._lost(f"failed: {problem}", "Mend what raised it; logs/engine-*.log has the tracebacks")
         except GroupAborted:
             self.flow.abandon(task.id)
@@ -272,8 +275,9 @@ class Controller:
                 f"the last one {how}. {advice}"
             )
 
-    def _gone(self, kind: str, group_id: str, samples: int, reason: str) -> None:
-        self.telemetry.event(kind, group_id=group_id, samples=samples, reason=reason)
+    def _gone(self, kind: str, group_id: str, samples: int, reason: str, **more: str) -> None:
+        """``reason`` is what such events are counted by."""
+        self.telemetry.event(kind, group_id=group_id, samples=samples, reason=reason, **more)
 
     async def _learn(self) -> None:
         """Take G groups, train on them, commit, publish; as often as the schedule says or the data lasts."""
@@ -285,7 +289,9 @@ class Controller:
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
             penalty, gap = await self._kl_penalty(groups), await self._teacher_gaps(groups)
-            assembled = assemble(groups, self.flow.learner, self.recipe, penalty, gap)
+            assembled = await asyncio.to_thread(
+                assemble, groups, self.flow.learner, self.recipe, self.parts.context, penalty, gap
+            )
             training = time.perf_counter()
             metrics = await self.learners.train(assembled.batch)
             now = time.perf_counter()

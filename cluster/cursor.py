@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.cluster.evaluation import Encoded
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task
 from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
 from slipstream.rollout.tasks import TaskSource
@@ -22,7 +23,7 @@ class Cursor:
     def next(self) -> Encoded | None:
         """The next task and its prompt ids, or None when all epochs are over.
 
-        Raises ValueError if not one prompt of a whole epoch fits.
+        Raises UserError if not one prompt of a whole epoch fits.
         """
         for _ in range(len(self._source) + 1):
             if self.position == len(self._source):
@@ -34,7 +35,7 @@ class Cursor:
                 return self.at(self.epoch, self.position - 1)
             except PromptTooLong:
                 self.skip()
-        raise ValueError(
+        raise UserError(
             f"data: not one of {len(self._source)} prompts fits; raise data.max_prompt_tokens or model.max_length, "
             "or lower rollout.sampling.max_tokens"
         )

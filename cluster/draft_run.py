@@ -6,21 +6,24 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.launch import RunFailed
 from slipstream.cluster.recovery import CACHE, prompt_encoder
+from slipstream.cluster.waiting import alarm, within
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
 from slipstream.rollout.engine import Engine
 from slipstream.rollout.speculation.training import Sample, Settings, Trainee, expected_acceptance, look, new_trainee, train
 from slipstream.rollout.tasks import open_source
-from slipstream.trainer.model import context_length, eos_token_ids, load_policy, load_tokenizer, resolve_model
+from slipstream.trainer.model import context_limit, eos_token_ids, load_policy, load_tokenizer, resolve_model
 
 Progress = Callable[[str, int, int, float | None], None]
 """What is being done, how far it is, of how much, and the loss where there is one."""
@@ -45,13 +48,17 @@ class Made:
 def train_draft(recipe: Recipe, progress: Progress) -> Made:
     """Sample, train, and write the folder that ``rollout.speculation.draft`` names (with ``draft.json``, the figures).
 
-    Raises ValueError for a recipe that no draft can be made for, or a folder that is there already.
+    Raises UserError for a recipe that no draft can be made for, or a folder that is there already; RunFailed where the engine
+    does not come up or goes silent.
     """
     speculation = recipe.rollout.speculation
     path = _checked(speculation)
     start = time.perf_counter()
     model_path = resolve_model(recipe.model, recipe.seed, CACHE)
-    samples = asyncio.run(_sample(recipe, model_path, progress))
+    try:
+        samples = asyncio.run(_sample(recipe, model_path, progress))
+    except TimeoutError as late:
+        raise RunFailed(str(late)) from late
     policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
     trainee = new_trainee(speculation, policy, samples)
     seen = []
@@ -97,31 +104,28 @@ def _checked(speculation: Speculation) -> Path:
     elif (path := Path(speculation.draft).expanduser()).exists():
         problems.append(f"rollout.speculation.draft: {path} is there already; remove it, or name another folder")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return path
 
 
 async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[Sample]:
     """Responses to the first prompts of the training stream that fit, one each, in the recipe's own way of sampling."""
     training, rollout = recipe.rollout.speculation.training, recipe.rollout
-    limit = recipe.model.max_length or context_length(model_path)
+    limit = context_limit(recipe.model, model_path)
     prompts = _prompts(recipe, model_path)
     sampling = rollout.sampling.model_copy(update={"max_tokens": training.max_tokens})
-    engine = await Engine.start(
-        model_path,
-        model=recipe.model,
-        rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
-        max_length=limit,
-        eos_ids=eos_token_ids(model_path),
-        seed=recipe.seed,
-        version=WeightVersion(0, 0),
-    )
+    with alarm(recipe.cluster.start_timeout_s, "engine: its start", "cluster.start_timeout_s"):  # vLLM's start blocks the loop
+        engine = await Engine.start(
+            model_path,
+            model=recipe.model,
+            rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
+            max_length=limit,
+            eos_ids=eos_token_ids(model_path),
+            seed=recipe.seed,
+            version=WeightVersion(0, 0),
+        )
     try:
-        pending = [asyncio.create_task(_respond(engine, i, prompt)) for i, prompt in enumerate(prompts)]
-        samples = []
-        for ended in asyncio.as_completed(pending):
-            samples.append(await ended)
-            progress("sampling", len(samples), len(pending), None)
+        samples = await _responses(engine, prompts, recipe.cluster.stall_timeout_s, progress)
     finally:
         engine.shutdown()
     shortest = rollout.speculation.tokens + 2
@@ -129,11 +133,22 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
         sample for sample in sorted(samples, key=lambda s: s.ids) if len(sample.ids) - sample.prompt_length >= shortest
     ]
     if len(long_enough) < 2:
-        raise ValueError(
+        raise UserError(
             f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )
     return long_enough
+
+
+async def _responses(engine: Engine, prompts: Sequence[tuple[int, ...]], limit_s: float, progress: Progress) -> list[Sample]:
+    """One response each, as they end.  Raises TimeoutError where none ends for ``limit_s``."""
+    pending = [asyncio.create_task(_respond(engine, i, prompt)) for i, prompt in enumerate(prompts)]
+    samples: list[Sample] = []
+    for ended in asyncio.as_completed(pending):
+        what = f"engine: response {len(samples) + 1} of {len(pending)}"
+        samples.append(await within(limit_s, what, ended, "cluster.stall_timeout_s"))
+        progress("sampling", len(samples), len(pending), None)
+    return samples
 
 
 async def _respond(engine: Engine, number: int, prompt_ids: tuple[int, ...]) -> Sample:

@@ -23,7 +23,7 @@ FOLDER = "drafts"
 
 
 def draft_folder(recipe: Recipe, cache: Path) -> Path | None:
-    """What ``rollout.speculation.draft`` means; None without one.  Raises ValueError where it means nothing.
+    """What ``rollout.speculation.draft`` means; None without one.  Raises UserError where it means nothing.
 
     A ``draft_model`` is named as ``model.path`` is; the other methods' drafts are folders that only vLLM understands.
     """

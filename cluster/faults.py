@@ -6,6 +6,8 @@ import re
 
 import ray
 
+from slipstream.core.mistakes import UserError
+
 _DEAD = {
     "RolloutActor": ("an engine's", "logs/engine-*.log"),
     "LearnerActor": ("the learner's", "logs/learner-*.log"),
@@ -43,7 +45,7 @@ def describe(problem: BaseException) -> str:
 def _say(found: BaseException) -> str:
     if isinstance(found, ray.exceptions.RayActorError):
         return _obituary(" ".join(str(found).split()))
-    return f"{type(found).__name__}: {found}"
+    return str(found) if isinstance(found, UserError) else f"{type(found).__name__}: {found}"
 
 
 def _obituary(told: str) -> str:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from slipstream.cluster.actors import EngineStats, RolloutActor, RunPlace, spawn, starting
+from slipstream.cluster.waiting import within
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.rollout.weights import TransportName
+
+T = TypeVar("T")
+
+HEALTH_S = 60.0
+"""So soon an engine answers a health check, however much it has to do."""
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class Fleet:
     async def sample(
         self, member: Member, task: Task, prompt_ids: tuple[int, ...], dispatched: WeightVersion, size: int
     ) -> Group:
-        """A graded group."""
+        """A graded group.  Bounded by the caller's ``watch``: how long a group may take depends on all the others."""
         member.groups += 1
         try:
             return await member.actor.sample.remote(task, prompt_ids, dispatched, size)
@@ -84,7 +91,15 @@ class Fleet:
             member.version = version
             return times.pause_s
 
-        return max(await asyncio.gather(*(one(member) for member in self.members)))
+        return max(await self.each(f"commit of {version}", one))
+
+    async def each(self, what: str, call: Callable[[Member], Awaitable[T]], members: Sequence[Member] | None = None) -> list[T]:
+        """``call`` of all engines (or of ``members``) side by side.
+
+        Raises TimeoutError, naming the engine and ``what``, after ``cluster.step_timeout_s``.
+        """
+        limit_s, asked = self.recipe.cluster.step_timeout_s, self.members if members is None else members
+        return list(await asyncio.gather(*(within(limit_s, f"engine {m.index}: {what}", call(m)) for m in asked)))
 
     def hosts(self) -> list[Member]:
         """One engine per node."""
@@ -92,27 +107,28 @@ class Fleet:
 
     async def abort_before(self, oldest: WeightVersion, group_ids: list[str]) -> None:
         """Call off those of the groups that began before ``oldest``."""
-        await asyncio.gather(*(m.actor.abort_before.remote(oldest, group_ids) for m in self.members))
+        await self.each("calling groups off", lambda m: m.actor.abort_before.remote(oldest, group_ids))
 
     async def stats(self) -> list[EngineStats]:
-        return list(await asyncio.gather(*(m.actor.stats.remote() for m in self.members)))
+        return await self.each("reading its counters", lambda m: m.actor.stats.remote())
 
     async def save_drafts(self, folder: Path) -> None:
         """Write down every engine's draft, one folder each."""
-        await asyncio.gather(*(m.actor.save_draft.remote(folder / f"engine-{m.index}") for m in self.members))
+        await self.each("saving its draft", lambda m: m.actor.save_draft.remote(folder / f"engine-{m.index}"))
 
     async def share_drafts(self) -> None:
         """Let every engine's draft go on from the average of all; the weights travel between the engines' actors alone."""
         shares = [member.actor.lend_draft.remote() for member in self.members]
         average = self.members[0].actor.average_drafts.remote(*shares)
-        await asyncio.gather(*(member.actor.adopt_draft.remote(average) for member in self.members))
+        await self.each("sharing its draft", lambda m: m.actor.adopt_draft.remote(average))
 
     async def sampled_tokens(self) -> int:
         return sum(s.sampled_tokens for s in await self.stats())
 
     async def check_health(self) -> None:
         """Raises EngineFailed or ActorDiedError if an engine is gone, TimeoutError if one does not answer in a minute."""
-        await asyncio.wait_for(asyncio.gather(*(m.actor.check_health.remote() for m in self.members)), 60.0)
+        asked = ((f"engine {m.index}: answering a health check", m.actor.check_health.remote()) for m in self.members)
+        await asyncio.gather(*(within(HEALTH_S, what, check, key=None) for what, check in asked))
 
     async def stop(self) -> None:
         """End every engine in order, also one that is still starting; one that does not answer in ten seconds is killed."""
@@ -130,11 +146,11 @@ def gpus_wanted(recipe: Recipe) -> int:
 def gpu_share(recipe: Recipe) -> float:
     """GPUs per engine worker or rank: none, one each, or equal parts of those that there are when they are too few.
 
-    Raises ValueError where workers of one engine would have to share a GPU.
+    Raises UserError where workers of one engine would have to share a GPU.
     """
     share = min(1.0, ray.cluster_resources().get("GPU", 0.0) / gpus_wanted(recipe))
     if 0.0 < share < 1.0 and recipe.rollout.tensor_parallel > 1:
-        raise ValueError(
+        raise UserError(
             f"rollout.tensor_parallel: got {recipe.rollout.tensor_parallel}, but there are too few GPUs for one each "
             f"({gpus_wanted(recipe)} wanted); lower it, rollout.engines or trainer.ranks"
         )

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from slipstream.cluster.ledger import Ledger
-from slipstream.cluster.staleness import fully_stale, outcome
+from slipstream.cluster.staleness import fresh, fully_stale, outcome
 from slipstream.core.metrics import Last, Mean, Metrics
 from slipstream.core.records import Group, WeightVersion
 from slipstream.core.schema import Schedule
@@ -172,7 +172,7 @@ class Flow:
         """The learner has trained the batch; what became of each sample is ``staleness.outcome``'s to say."""
         assert self.training, "commit without a batch"
         for trajectory in (t for group in self.training for t in group.trajectories):
-            end = outcome(trajectory, self.learner, self.schedule, filter_overlong=self.filter_overlong)
+            end = outcome(trajectory, fresh(trajectory, self.learner, self.schedule), filter_overlong=self.filter_overlong)
             self.ledger.move(1, "training", end)
         self.learner = self.learner.next()
         self._unconfirmed.append((self.learner, len(self.training)))

@@ -24,6 +24,7 @@ from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.progress import Display
 from slipstream.cluster.staging import staging
 from slipstream.core.environment import ENVIRONMENT
+from slipstream.core.mistakes import UserError
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
 
@@ -60,7 +61,7 @@ class ControllerActor:
         try:
             return await self._controller.run()
         except BaseException as problem:  # in words: on its way through Ray an exception loses its notes
-            if isinstance(cause(problem), ValueError):
+            if isinstance(cause(problem), UserError):
                 raise
             raise RunFailed(describe(problem)) from problem
 
@@ -103,13 +104,10 @@ def _supervise(arguments: tuple[Any, ...], run_path: Path, display: Display) -> 
     try:
         return ray.get(finished)
     except ray.exceptions.RayTaskError as failure:
-        problem = cause(failure)
-        reason = str(problem) if isinstance(problem, RunFailed) else describe(failure)
+        ended = as_told(failure)
         if not (run_path / "summary.json").exists():
-            _write_ending(run_path, "failed", reason, snapshot)
-        if isinstance(problem, ValueError):
-            raise ValueError(str(problem)) from failure
-        raise RunFailed(reason) from failure
+            _write_ending(run_path, "failed", str(ended), snapshot)
+        raise ended from failure
     except ray.exceptions.RayError as death:
         if stopping.killed:
             reason = f"{stopping.killed}; what came after the last checkpoint is lost"
@@ -119,6 +117,17 @@ def _supervise(arguments: tuple[Any, ...], run_path: Path, display: Display) -> 
         reason = describe(death)
         _write_ending(run_path, "failed", reason, snapshot)
         raise RunFailed(reason) from death
+
+
+def as_told(failure: ray.exceptions.RayTaskError) -> UserError | RunFailed:
+    """What the command says of an exception in the controller: a mistake of the user's, or a run that failed."""
+    problem = cause(failure)
+    if isinstance(problem, UserError):
+        return UserError(describe(failure))
+    if isinstance(problem, RunFailed):
+        return RunFailed(str(problem))
+    sys.stderr.write(f"{failure}\n")  # the run had not begun, so that no log has the traceback
+    return RunFailed(describe(failure))
 
 
 def _write_ending(run_path: Path, status: str, reason: str, snapshot: dict[str, Any] | None) -> None:
@@ -163,14 +172,14 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ValueError if nothing listens at ``host:port``: Ray itself would try for minutes."""
+    """Raise UserError if nothing listens at ``host:port``: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():  # "local" or "auto"
         return
     try:
         socket.create_connection((host, int(port)), timeout=10.0).close()
     except OSError as problem:
-        raise ValueError(
+        raise UserError(
             f"cluster.address: nothing answers at {address} ({problem}); expected a running Ray cluster: start one there with "
             "`ray start --head`, or remove cluster.address (and RAY_ADDRESS) to run on this machine"
         ) from problem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import ray
 
 from slipstream.cluster.actors import LearnerActor, RunPlace, spawn, starting
 from slipstream.cluster.fleet import gpu_share
+from slipstream.cluster.waiting import within
 from slipstream.core.metrics import Metrics
 from slipstream.core.records import TrainBatch, TrainSample
 from slipstream.core.schema import Optimizer, Recipe
@@ -71,27 +72,24 @@ class LearnerGroup:
             assert await self._next_bucket(stream) is None, "a rank other than 0 published weights"
 
     async def _next_bucket(self, stream: Any) -> Any | None:
-        timeout = self.recipe.cluster.step_timeout_s
         try:
-            return await asyncio.wait_for(anext(stream), timeout)
+            return await within(self._limit_s, "learner: the next bucket of weights", anext(stream))
         except StopAsyncIteration:
             return None
-        except TimeoutError:
-            raise TimeoutError(f"learner: no bucket of weights within cluster.step_timeout_s = {timeout} s") from None
 
     async def address(self) -> tuple[str, int]:
         """A free port on rank 0's node."""
-        return await self.ranks[0].address.remote()
+        return (await self.results("address", [self.ranks[0].address.remote()]))[0]
 
     async def nccl_connect(self, address: tuple[str, int], world_size: int) -> None:
         """Rank 0 waits for the engines at ``address`` (see ``LearnerActor.address``)."""
-        await self.ranks[0].nccl_connect.remote(address, world_size)
+        await self.results("nccl_connect", [self.ranks[0].nccl_connect.remote(address, world_size)])
 
     async def engine_specs(self) -> list[TensorSpec]:
-        return await self.ranks[0].engine_specs.remote()
+        return (await self.results("engine_specs", [self.ranks[0].engine_specs.remote()]))[0]
 
     def submit(self, method: str) -> list[Any]:
-        """Call ``method`` of every rank without waiting: it sees the learner as the calls before it left it."""
+        """Call ``method`` of every rank, for ``results``: it sees the learner as the calls before it left it."""
         return [getattr(rank, method).remote() for rank in self.ranks]
 
     async def ipc_release(self) -> None:
@@ -105,15 +103,19 @@ class LearnerGroup:
         await self._all("load", folder, total_steps)
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-        timeout = self.recipe.cluster.step_timeout_s
+        return await self.results(method, [getattr(rank, method).remote(*arguments) for rank in self.ranks])
+
+    async def results(self, what: str, calls: Sequence[Any]) -> list[Any]:
+        """Of calls that have been submitted.  Raises TimeoutError, naming ``what``, after ``cluster.step_timeout_s``."""
         self.busy += 1
         try:
-            return list(await asyncio.wait_for(asyncio.gather(*calls), timeout))
-        except TimeoutError:
-            raise TimeoutError(f"learner: {method} took longer than cluster.step_timeout_s = {timeout} s") from None
+            return list(await within(self._limit_s, f"learner: {what}", asyncio.gather(*calls)))
         finally:
             self.busy -= 1
+
+    @property
+    def _limit_s(self) -> float:
+        return self.recipe.cluster.step_timeout_s
 
     async def check_health(self) -> None:
         """Raises ActorDiedError if a rank's process is gone.  A rank answers between two steps only, so no time limit here."""

@@ -147,7 +147,9 @@ def final_table(summary: dict[str, Any]) -> Table:
     table.add_row("samples", " · ".join(f"{name} {n}" for name, n in ledger.items() if n))
     throughput, idle, weights = summary["throughput"], summary["idle"], summary["weights"]
     table.add_row(
-        "tokens/s", f"sampled {throughput['rollout_tokens_per_s']:.0f}, trained {throughput['trained_tokens_per_s']:.0f}"
+        "tokens/s",
+        f"sampled {throughput['rollout_tokens_per_s']:.0f}, "
+        f"trained {throughput['trained_tokens_per_s']:.0f} (with prompts and every epoch)",
     )
     table.add_row("idle", f"learner {idle['learner']:.0%}, rollout {idle['rollout']:.0%}")
     table.add_row(

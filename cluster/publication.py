@@ -22,14 +22,16 @@ class Publisher:
         flow: Flow,
         telemetry: Telemetry,
         confirmed: Callable[[WeightVersion], Awaitable[None]],
+        count: int = 0,
     ) -> None:
+        """``count`` publications came before this attempt."""
         self._transport = transport
         self._flow = flow
         self._telemetry = telemetry
         self._confirmed = confirmed
         self._running: asyncio.Task[None] | None = None
         self._ended: list[Publication] = []
-        self.count = 0
+        self.count = count
 
     async def publish(self, version: WeightVersion) -> None:
         """Put the learner's weights of now into every engine, as ``version``."""

@@ -26,6 +26,7 @@ from slipstream.cluster.drafts import draft_folder
 from slipstream.cluster.evaluation import Encoded, EvalResult
 from slipstream.cluster.fleet import gpu_share
 from slipstream.cluster.ledger import Ledger
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import dump_recipe
 from slipstream.core.records import DraftCounts, Group, Task, Trajectory, VersionSpan, WeightVersion, spans_of, versions_of
 from slipstream.core.rundir import RunDirectory
@@ -34,7 +35,7 @@ from slipstream.rollout.prompts import PromptEncoder
 from slipstream.rollout.speculation.checks import require_runnable
 from slipstream.rollout.tasks import is_file, open_source
 from slipstream.trainer.checkpoint import LEARNER, latest, write_checkpoint
-from slipstream.trainer.model import context_length, load_tokenizer, parameter_shapes, resolve_model
+from slipstream.trainer.model import context_limit, load_tokenizer, parameter_shapes, resolve_model
 from slipstream.trainer.teacher import require_same_vocabulary
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Parts:
     cursor: Cursor
     held_out: list[Encoded]
     encoder: PromptEncoder
+    context: int
+    """Tokens of prompt and response together."""
     saved: Path | None = None
     ready: tuple[Group, ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
@@ -69,10 +72,12 @@ class Parts:
     """As it had adapted; None in a first attempt, which starts from the recipe's."""
     history: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[EvalResult] = ()
+    publishes: int = 0
+    """Of the attempts before, those of batches that were lost included."""
 
 
 def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
-    """Open data and model, and find the last checkpoint if ``resume``.  Raises ValueError for what the user has to mend."""
+    """Open data and model, and find the last checkpoint if ``resume``.  Raises UserError for what the user has to mend."""
     path = resolve_model(recipe.model, recipe.seed, CACHE)
     encoder = prompt_encoder(recipe, path)
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
@@ -88,6 +93,7 @@ def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> 
         cursor=Cursor(source, encoder, recipe.data.epochs),
         held_out=held_out_tasks(recipe, path),
         encoder=encoder,
+        context=context_limit(recipe.model, path),
     )
     return _restore(fresh, recipe, run) if resume else fresh
 
@@ -111,6 +117,7 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
         in_flight=tuple((epoch, position) for epoch, position in state["in_flight"]),
         kl_coefficient=state["kl_coefficient"],
         history=run.read("metrics").records,
+        publishes=sum(e["kind"] == "confirmed" for e in events),
         evaluations=[EvalResult.of(e) for e in events if e["kind"] == "eval" and e["step"] <= version.batch],
     )
 
@@ -118,16 +125,17 @@ def _restore(parts: Parts, recipe: Recipe, run: RunDirectory) -> Parts:
 def _reference(recipe: Recipe, policy: Path) -> str | None:
     """The folder of ``model.reference``; None where the policy itself is the reference, or none is needed.
 
-    Raises ValueError for one that the policy could not be copied into when it is refreshed.
+    Raises UserError for one of another vocabulary, or that the policy could not be copied into when it is refreshed.
     """
     if recipe.model.reference is None or not recipe.algo.kl.coefficient:
         return None
     other = recipe.model.model_copy(update={"path": recipe.model.reference})
     path = resolve_model(other, recipe.seed, CACHE, "model.reference")
+    require_same_vocabulary(path, policy, key="model.reference", ours="policy")
     if recipe.algo.kl.refresh_every is not None and (shapes := parameter_shapes(path)) != (ours := parameter_shapes(policy)):
         name = sorted({*shapes.items()} ^ {*ours.items()})[0][0]
         there = f"{name} is {ours.get(name, 'not there')} in {policy}, and {shapes.get(name, 'not there')} in {path}"
-        raise ValueError(
+        raise UserError(
             f"algo.kl.refresh_every: the policy cannot become the reference: {there}; expected a model.reference of its "
             "shape: take one, or remove refresh_every"
         )
@@ -155,7 +163,7 @@ def _critic(recipe: Recipe, policy: Path) -> str | None:
 
 
 def _draft(recipe: Recipe, target: Path) -> Path | None:
-    """The folder of the draft.  Raises ValueError with every reason why the engines could not use it."""
+    """The folder of the draft.  Raises UserError with every reason why the engines could not use it."""
     if not recipe.rollout.speculation.on:
         return None
     folder = draft_folder(recipe, CACHE)
@@ -190,7 +198,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def require_same(recipe: Recipe, checkpoint: Path, sections: tuple[str, ...] = ("",)) -> None:
-    """Raise ValueError if, within ``sections``, the recipe differs from the checkpoint's in what may not change any more."""
+    """Raise UserError if, within ``sections``, the recipe differs from the checkpoint's in what may not change any more."""
     wanted, saved = _fixed(recipe), json.loads((checkpoint / FILE).read_text())["fixed"]
     changed = [
         f"{key}: got {wanted.get(key)}, expected {saved.get(key)}"
@@ -198,7 +206,7 @@ def require_same(recipe: Recipe, checkpoint: Path, sections: tuple[str, ...] = (
         if key.startswith(sections) and wanted.get(key) != saved.get(key)
     ]
     if changed:
-        raise ValueError("\n".join([*changed, "these stay as they were when the run began; start a new run to change them"]))
+        raise UserError("\n".join([*changed, "these stay as they were when the run began; start a new run to change them"]))
 
 
 def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
@@ -211,7 +219,7 @@ def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
 
 def prompt_encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
     """Prompts as a run sees them; those that leave no room for a response do not fit."""
-    limit = recipe.model.max_length or context_length(model_path)
+    limit = context_limit(recipe.model, model_path)
     return PromptEncoder(
         load_tokenizer(model_path),
         chat=recipe.data.chat,
@@ -228,19 +236,21 @@ def _prompt_limit(recipe: Recipe, context: int) -> int:
 
 
 def last_checkpoint(run: RunDirectory) -> tuple[Path, WeightVersion]:
-    """The newest valid checkpoint and its version; one that had to be passed over is an event.  Raises ValueError for none."""
+    """The newest valid checkpoint and its version; one that had to be passed over is an event.  Raises UserError for none."""
     found, warnings = latest(run.checkpoints)
     for warning in warnings:
         log.warning(warning)
         run.append("events", {"time": time.time(), "kind": "warning", "message": warning})
     if found is None:
-        raise ValueError(f"{run.path}: there is no checkpoint; start the run again under another name")
+        raise UserError(f"{run.path}: there is no checkpoint; start the run again under another name")
     return found, WeightVersion.parse(json.loads((found / FILE).read_text())["version"])
 
 
 async def save(controller: Controller) -> None:
-    """One checkpoint of everything, published by one rename; called between two batches."""
+    """One checkpoint of everything, published by one rename; called between two batches.  Nothing where this batch has one."""
     flow, cursor = controller.flow, controller.cursor
+    if controller.saved_batch == flow.learner.batch:
+        return
     state = {
         "version": str(flow.learner),
         "fixed": _fixed(controller.recipe),
@@ -259,13 +269,14 @@ async def save(controller: Controller) -> None:
             if controller.recipe.rollout.speculation.learns:
                 await controller.fleet.save_drafts(folder / DRAFTS)
             if not (folder / LEARNER / "learner.json").exists():
-                raise ValueError(
+                raise UserError(
                     f"{folder}: the learner wrote its part on another node; keep runs on a disk that all nodes share"
                 )
             (folder / FILE).write_text(json.dumps(state))
     except BaseException as problem:
         problem.add_note(f"while the checkpoint of step {step} was written; those before it are as they were")
         raise
+    controller.saved_batch = step
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ def build_report(run_dir: Path, decode: Decode | None = None) -> Path:
     """Write ``report.html`` of a run, finished or not, and return its path.
 
     What was not logged is left out.  ``decode`` gives the text of a token id for the samples; without it, tokens of models
-    that write a character at a time show their character, others their id.  Raises ValueError if ``run_dir`` is no run.
+    that write a character at a time show their character, others their id.  Raises UserError if ``run_dir`` is no run.
     """
     run = RunDirectory.open(run_dir)
     metrics, events = run.read("metrics"), run.read("events")
@@ -81,7 +81,8 @@ def _header(name: str, summary: Mapping[str, Any], history: History, torn: Seque
     status = str(summary.get("status", "unfinished"))
     times = [record["time"] for record in history.records if isinstance(record.get("time"), int | float)]
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(times[-1])) if times else "no step yet"
-    facts = [f"{summary.get('steps', len(history.records))} steps", f"last step {when}"]
+    done, planned = summary.get("version", len(history.records)), summary.get("steps")
+    facts = [f"{done} steps" if planned is None else f"{done} of {planned} steps", f"last step {when}"]
     if wall := summary.get("wall_s"):
         facts.insert(1, duration(wall))
     error = f'<p class="error"><b>error</b> {safe(summary["error"])}</p>' if summary.get("error") else ""
@@ -119,7 +120,13 @@ def _cards(summary: Mapping[str, Any], history: History) -> str:
             ("idle: learner / rollout", f"{percent(idle, 0)} / {percent(of('idle', 'rollout'), 0)}", "share of the run")
         )
     if (speed := of("throughput", "rollout_tokens_per_s")) is not None:
-        cards.append(("rollout", f"{speed:,.0f}", f"tokens/s, trained {show(of('throughput', 'trained_tokens_per_s'))}"))
+        cards.append(
+            (
+                "rollout",
+                f"{speed:,.0f}",
+                f"tokens/s, trained {show(of('throughput', 'trained_tokens_per_s'))} (with prompts and every epoch)",
+            )
+        )
     if (pause := of("weights", "pause_s_p50")) is not None:
         cards.append(("pause for new weights", f"{pause * 1000:.0f} ms", f"median of {show(of('weights', 'publishes'))}"))
     boxes = (f"<div><h4>{safe(n)}</h4><p>{safe(v)}</p><small>{safe(note)}</small></div>" for n, v, note in cards)

@@ -59,7 +59,7 @@ def panels(bound: int | None) -> list[Panel]:
         ),
         Panel(
             "Throughput",
-            "Tokens sampled and tokens trained on.",
+            "Tokens sampled, and tokens that the learner went through: prompts, and every epoch, count.",
             (("throughput/rollout_tokens_per_s", "rollout"), ("throughput/trained_tokens_per_s", "trained")),
             unit="tokens per second",
         ),

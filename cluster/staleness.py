@@ -8,7 +8,7 @@ sampled after that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slipstream.cluster.ledger import State
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics
@@ -26,30 +26,32 @@ def lags(versions: Sequence[WeightVersion], learner: WeightVersion) -> tuple[int
 
 def loss_mask(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> list[bool]:
     """Action and not stale, per response token [L]: invariant 1 of the design, and ``max_kv_lag`` besides."""
-    return list(_fresh(trajectory, learner, schedule))
+    return list(fresh(trajectory, learner, schedule))
 
 
-def outcome(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule, *, filter_overlong: bool) -> State:
-    """What becomes of a sample in a batch: ``stale`` without one token that may be trained (an empty response has none),
-    ``filtered`` where it was cut off and such ones are left out, else ``trained``."""
-    if fully_stale(trajectory, learner, schedule):
+def outcome(trajectory: Trajectory, mask: Iterable[bool], *, filter_overlong: bool) -> State:
+    """What becomes of a sample in a batch, given its ``loss_mask`` (or ``fresh``, of which no more is read than needed).
+
+    ``stale`` without one token that may be trained (an empty response has none), ``filtered`` where it was cut off and such
+    ones are left out, else ``trained``.
+    """
+    if not any(mask):
         return "stale"
     return "filtered" if filter_overlong and trajectory.status == "length" else "trained"
 
 
 def fully_stale(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> bool:
-    return not any(_fresh(trajectory, learner, schedule))
+    return not any(fresh(trajectory, learner, schedule))
 
 
 def decay(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> list[float]:
     """``lag_decay`` to the power of the lag times ``kv_lag_decay`` to the power of the KV lag, per response token [L]."""
-    if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
-        return [1.0] * len(trajectory.token_ids)
     pairs = zip(lags(trajectory.policy_versions, learner), lags(trajectory.kv_versions, learner), strict=True)
     return [schedule.lag_decay**lag * schedule.kv_lag_decay**kv_lag for lag, kv_lag in pairs]
 
 
-def _fresh(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> Iterator[bool]:
+def fresh(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -> Iterator[bool]:
+    """``loss_mask``, token by token."""
     oldest = learner.batch - schedule.max_staleness
     oldest_kv = oldest if schedule.max_kv_lag is None else learner.batch - schedule.max_kv_lag
     tokens = zip(trajectory.loss_mask, trajectory.policy_versions, trajectory.kv_versions, strict=True)
@@ -57,20 +59,22 @@ def _fresh(trajectory: Trajectory, learner: WeightVersion, schedule: Schedule) -
         yield mine and version.batch >= oldest and (schedule.max_kv_lag is None or kv_version.batch >= oldest_kv)
 
 
-def staleness_metrics(groups: Sequence[Group], learner: WeightVersion, schedule: Schedule) -> Metrics:
-    """``staleness/*``: lags in committed batches, over the tokens that the policy wrote."""
+def staleness_metrics(
+    groups: Sequence[Group], masks: Mapping[str, Sequence[bool]], learner: WeightVersion, schedule: Schedule
+) -> Metrics:
+    """``staleness/*``: lags in committed batches, over the tokens that the policy wrote; ``masks`` by sample id."""
     by_lag: Counter[int] = Counter()
     kv_lag_sum = kv_lag_max = masked_by_policy = trained_max = 0
     written, masked = [0] * QUARTERS, [0] * QUARTERS
     for trajectory in (t for group in groups for t in group.trajectories):
         mine, length = trajectory.loss_mask, len(trajectory.token_ids)
-        fresh = loss_mask(trajectory, learner, schedule)
+        mask = masks[trajectory.sample_id]
         for sampled, start, end in spans_of(trajectory.policy_versions):
             if count := sum(mine[start:end]):
                 lag = learner.batch - sampled.batch
                 by_lag[lag] += count
                 masked_by_policy += count * (lag > schedule.max_staleness)
-                trained_max = max(trained_max, lag * any(fresh[start:end]))
+                trained_max = max(trained_max, lag * any(mask[start:end]))
         for oldest, start, end in spans_of(trajectory.kv_versions):
             if count := sum(mine[start:end]):
                 kv_lag_sum += (learner.batch - oldest.batch) * count
@@ -78,7 +82,7 @@ def staleness_metrics(groups: Sequence[Group], learner: WeightVersion, schedule:
         for quarter in range(QUARTERS):
             part = slice(quarter * length // QUARTERS, (quarter + 1) * length // QUARTERS)
             written[quarter] += sum(mine[part])
-            masked[quarter] += sum(mine[part]) - sum(fresh[part])
+            masked[quarter] += sum(mine[part]) - sum(mask[part])
     tokens = sum(by_lag.values())
     versions = [t.policy_versions for group in groups for t in group.trajectories if t.policy_versions]
     counts = [len(set(of_sample)) for of_sample in versions]

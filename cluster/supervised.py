@@ -8,6 +8,7 @@ from slipstream.cluster.assembly import assemble_demonstrations
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.learners import LearnerGroup
 from slipstream.core.metrics import Metrics
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe, WarmStart
 from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
@@ -27,7 +28,7 @@ class Imitation:
         """Train once on the next ``count`` demonstrations; (how many there were, metrics), or None at the end of the data.
 
         Every turn of a demonstration is a sequence of its own, whose prompt is all that came before: no loss falls on
-        observations.  Raises ValueError if a task has no demonstration.
+        observations.  Raises UserError if a task has no demonstration.
         """
         turns: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         found = misses = 0
@@ -40,7 +41,7 @@ class Imitation:
                 self._cursor.skip()
                 misses += 1
                 if misses >= self._cursor.size:
-                    raise ValueError(
+                    raise UserError(
                         f"data: not one of {self._cursor.size} demonstrations fits behind its prompt; raise model.max_length"
                     ) from None
         if not found:
@@ -55,7 +56,7 @@ class Imitation:
         for step in range(1, warm.steps + 1):
             trained = await self.step(warm.batch_size, version)
             if trained is None:
-                raise ValueError(
+                raise UserError(
                     f"warm_start: the data ended after {step - 1} of {warm.steps} steps of {warm.batch_size}; "
                     "lower warm_start.steps or raise data.epochs"
                 )

@@ -170,7 +170,8 @@ def summarise(
     resumes: int,
     draft: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """``summary.json`` (section 4 of the design).  Times are of this process's attempt, counts of the whole run."""
+    """``summary.json`` (section 4 of the design).  Times, and failures of sinks, are of this process's attempt; counts are of
+    the whole run, attempts before it included."""
     wall = time.time() - telemetry.started
     lags = telemetry.histogram("staleness/token_hist")
     tokens = sum(lags.values())
@@ -197,7 +198,7 @@ def summarise(
             "kv_mean": telemetry.total("staleness/kv_mean"),
             "versions_per_sample_max": int(telemetry.total("staleness/versions_per_sample_max")),
         },
-        "ledger": {**ledger, "duplicates": 0},
+        "ledger": dict(ledger),
         "offpolicy": {
             "ratio_max": _finite(telemetry.total("offpolicy/ratio_max")),
             "ess_mean": _finite(telemetry.total("offpolicy/ess")),
@@ -211,7 +212,7 @@ def summarise(
             "pause_s_p50": telemetry.median_s("weights/pause_s"),
             "publish_s_p50": telemetry.median_s("weights/publish_s"),
         },
-        "faults": {"engine_restarts": 0, "learner_restarts": resumes, "sink_failures": telemetry.sink_failures},
+        "faults": {"learner_restarts": resumes, "sink_failures": telemetry.sink_failures},
     }
 
 

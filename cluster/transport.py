@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 
-from slipstream.cluster.fleet import Fleet, gpus_wanted
+from slipstream.cluster.fleet import Fleet, Member, gpus_wanted
 from slipstream.cluster.learners import LearnerGroup
 from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
@@ -51,19 +52,18 @@ def transport_name(recipe: Recipe) -> TransportName:
     return choose_transport(gpus=int(ray.cluster_resources().get("GPU", 0)), wanted=gpus_wanted(recipe))
 
 
-def open_transport(name: TransportName, fleet: Fleet, learners: LearnerGroup, timeout_s: float) -> Transport:
+def open_transport(name: TransportName, fleet: Fleet, learners: LearnerGroup) -> Transport:
     """The transport of that name between these ends."""
     kinds: dict[str, type[Mapped] | type[Nccl] | type[PlainIpc]] = {"mapped": Mapped, "nccl": Nccl, "plain_ipc": PlainIpc}
-    return kinds[name](fleet, learners, timeout_s)
+    return kinds[name](fleet, learners)
 
 
 @dataclass(slots=True)
 class Ends:
-    """What every transport joins; ``timeout_s`` bounds each of its waits."""
+    """What every transport joins; it waits through their methods only, which ``cluster.step_timeout_s`` bounds."""
 
     fleet: Fleet
     learners: LearnerGroup
-    timeout_s: float
 
     async def connect(self) -> None:
         pass
@@ -81,17 +81,20 @@ class Mapped(Ends):
         hosts = self.fleet.hosts()
         before = await self.fleet.sampled_tokens()
         async for reference in self.learners.buckets(exported):
-            bucket, data, crc32 = await reference
-            staging = (host.actor.stage.remote(label, bucket, data, crc32) for host in hosts)
-            await asyncio.wait_for(asyncio.gather(*staging), self.timeout_s)
-            nbytes += bucket.nbytes
+            nbytes += await self._stage(label, reference, hosts)
             count += 1
-        staged = await asyncio.gather(*(host.actor.complete.remote(label, count) for host in hosts))
+        staged = await self.fleet.each(f"completing {label}", lambda m: m.actor.complete.remote(label, count), hosts)
         staged_tokens = await self.fleet.sampled_tokens() - before
         updates = {host.node: mapped_update(s) for host, s in zip(hosts, staged, strict=True)}
-        pause_s = await asyncio.wait_for(self.fleet.commit(version, lambda m: updates[m.node]), self.timeout_s)
-        await asyncio.gather(*(host.actor.discard.remote(label) for host in hosts))
+        pause_s = await self.fleet.commit(version, lambda m: updates[m.node])
+        await self.fleet.each(f"discarding {label}", lambda m: m.actor.discard.remote(label), hosts)
         return Publication(version, nbytes, time.perf_counter() - start, pause_s, staged_tokens)
+
+    async def _stage(self, label: str, reference: Any, hosts: Sequence[Member]) -> int:
+        """Bring one bucket to every host; its size in bytes."""
+        ((bucket, data, crc32),) = await self.learners.results(f"a bucket of {label}", [reference])
+        await self.fleet.each(f"staging {label}", lambda m: m.actor.stage.remote(label, bucket, data, crc32), hosts)
+        return int(bucket.nbytes)
 
 
 class Nccl(Ends):
@@ -110,9 +113,10 @@ class Nccl(Ends):
             "world_size": 1 + workers * len(self.fleet.members),
             "packed": True,
         }
-        meeting = [m.actor.connect.remote({**info, "rank_offset": 1 + m.index * workers}) for m in self.fleet.members]
-        both = asyncio.gather(self.learners.nccl_connect(address, info["world_size"]), *meeting)
-        await asyncio.wait_for(both, self.timeout_s)
+        meeting = self.fleet.each(
+            "meeting the learner", lambda m: m.actor.connect.remote({**info, "rank_offset": 1 + m.index * workers})
+        )
+        await asyncio.gather(self.learners.nccl_connect(address, info["world_size"]), meeting)
 
     def export(self) -> Any:
         """The broadcast begins when the engines have paused for it; until then the learner waits."""
@@ -121,8 +125,8 @@ class Nccl(Ends):
     async def send(self, version: WeightVersion, exported: Any) -> Publication:
         start = time.perf_counter()
         update = nccl_update(self.specs)
-        both = asyncio.gather(self.fleet.commit(version, lambda _: update), *exported)
-        pause_s, *_ = await asyncio.wait_for(both, self.timeout_s)
+        broadcast = self.learners.results(f"broadcast of {version}", exported)
+        pause_s, _ = await asyncio.gather(self.fleet.commit(version, lambda _: update), broadcast)
         return Publication(version, sum(s.nbytes for s in self.specs), time.perf_counter() - start, pause_s, 0)
 
 
@@ -139,8 +143,8 @@ class PlainIpc(Ends):
 
     async def send(self, version: WeightVersion, exported: Any) -> Publication:
         start = time.perf_counter()
-        handles, *_ = await asyncio.wait_for(asyncio.gather(*exported), self.timeout_s)
+        handles, *_ = await self.learners.results(f"export of {version}", exported)
         update = ipc_update([s.name for s in self.specs], handles)
-        pause_s = await asyncio.wait_for(self.fleet.commit(version, lambda _: update), self.timeout_s)
+        pause_s = await self.fleet.commit(version, lambda _: update)
         await self.learners.ipc_release()
         return Publication(version, sum(s.nbytes for s in self.specs), time.perf_counter() - start, pause_s, 0)

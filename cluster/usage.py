@@ -13,7 +13,8 @@ class Usage:
     """Idle shares and throughput.  The clock starts at ``begin``; evaluation and warm start before it do not count.
 
     An engine is idle while vLLM holds no request; the learner is idle while it waits for groups.  Engines' counters count from
-    their own start, so what they had at ``begin`` is taken off.
+    their own start, so what they had at ``begin`` is taken off.  Trained tokens are those that the learner went through:
+    prompts, and every epoch, count.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.core.optimizer import Optimizer
+from slipstream.core.optimizer import CriticOptimizer
 from slipstream.core.section import Fraction, NonNegative, Positive, Problems, Rate, Section
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ class Critic(Section):
         description="as model.path, of the policy's tokenizer; default: the policy as it is before its first RL step. A model "
         "without value head gets one of zeros",
     )
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5), description="its lr is 1e-5 by default")
+    optimizer: CriticOptimizer = Field(default_factory=CriticOptimizer)
     clip: Rate | None = Field(
         0.2, description="how far a value may move within a batch until its loss has no gradient; null: no limit"
     )

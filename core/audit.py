@@ -31,6 +31,7 @@ from slipstream.core.audit_events import (
     parse_events,
     read_lines,
 )
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion
 
 CHECKS = {
@@ -83,10 +84,10 @@ class AuditReport:
 def audit(run_dir: Path) -> AuditReport:
     """Check the records of a run, finished or not; a run on demonstrations only has no bound and no ledger to check.
 
-    Raises ValueError if ``run_dir`` has no ``events.jsonl``."""
+    Raises UserError if ``run_dir`` has no ``events.jsonl``."""
     events_file, samples_file = run_dir / "events.jsonl", run_dir / "samples.jsonl"
     if not events_file.is_file():
-        raise ValueError(
+        raise UserError(
             f"run directory: {run_dir} has no events.jsonl, expected the directory of a run such as runs/quickstart"
         )
     findings = Findings()
@@ -252,8 +253,6 @@ def _compare(ledger: dict[str, int], summary_file: Path, findings: Findings) -> 
     for state, found in ledger.items():
         if kept.get(state) != found:
             findings.add("ledger", f"{state}: summary.json says {kept.get(state)}, the records {found}")
-    if kept.get("duplicates", 0):
-        findings.add("once", f"summary.json counts {kept['duplicates']} duplicates")
 
 
 def _figures(replay: Replay, samples: _Samples, ledger: dict[str, int], findings: Findings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from slipstream.core import schema
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.section import Problems, Section
 
@@ -65,7 +66,7 @@ REWARDS: dict[str, type[Section]] = {
 def environment_options(environment: schema.Environment) -> Any:
     """The options of ``rollout.environment``: checked where it is built in, as they are where it is ``module:Class``.
 
-    Raises ValueError for a name that is neither, or options that the built-in does not have, all of them.
+    Raises UserError for a name that is neither, or options that the built-in does not have, all of them.
     """
     _require_name(environment.name, ENVIRONMENTS, "rollout.environment.name", "module:Class")
     return _options(environment.name, ENVIRONMENTS, environment.options, "rollout.environment.options")
@@ -94,7 +95,7 @@ def _require_name(name: str, known: Mapping[str, type[Section]], key: str, dotte
     if name not in known and not DOTTED.fullmatch(name):
         near = difflib.get_close_matches(name, known, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{key}: got {name!r}, expected {', '.join(known)} or {dotted}{meant}")
+        raise UserError(f"{key}: got {name!r}, expected {', '.join(known)} or {dotted}{meant}")
 
 
 def _options(name: str, known: Mapping[str, type[Section]], given: Mapping[str, Any], key: str) -> Any:

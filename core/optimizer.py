@@ -20,3 +20,16 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
     min_lr_ratio: Fraction = 0.1
+
+
+class CriticOptimizer(Optimizer):
+    """As the trainer's, with defaults of its own."""
+
+    lr: Rate = 1e-5
+
+
+class WarmStartOptimizer(Optimizer):
+    """As the trainer's, with defaults of its own; the schedule ends with the warm start."""
+
+    lr: Rate = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"

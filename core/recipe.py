@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from slipstream.core import built_in
 from slipstream.core.algorithms import PRESETS, contradictions
-from slipstream.core.recipe_problems import explain, place_of
+from slipstream.core.mistakes import UserError
+from slipstream.core.recipe_problems import explain, place_of, section_at
 from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, path_of, read_file, read_override
 from slipstream.core.schema import Recipe
 
@@ -28,10 +29,18 @@ REDACTED = "<redacted>"
 # The reader refuses every `${name:…}` with its line; these, which import modules or read secrets, are gone besides.
 _FORBIDDEN_RESOLVERS = ("oc.coerce", "oc.create", "oc.decode", "oc.env")
 _SECRET = re.compile(r"token|secret|password|passwd|api[_-]?key|credential", re.IGNORECASE)
+_MENTION = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
+_PLACEHOLDERS: dict[KeyPath, Any] = {
+    ("name",): "placeholder",
+    ("model",): {"path": "builtin:tiny"},
+    ("model", "path"): "builtin:tiny",
+    ("data",): {"source": "builtin:number_sorting"},
+    ("data", "source"): "builtin:number_sorting",
+}
 _ROUNDS = 4  # rules over several keys run only on sections whose keys are right; each round uncovers one layer
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """Everything that is wrong with a recipe; ``problems`` lists it, each with key, place and remedy."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -43,7 +52,7 @@ class RecipeError(ValueError):
 def load_recipe(files: Sequence[Path], overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of ``files``, merged left to right, with ``a.b=c`` overrides on top.
 
-    Raises RecipeError (a ValueError) with all problems: unreadable files, YAML errors, unknown, missing, doubled or
+    Raises RecipeError (a UserError) with all problems: unreadable files, YAML errors, unknown, missing, doubled or
     mistyped keys, values out of range, broken rules between keys, references that lead nowhere.
     """
     if not files:
@@ -148,7 +157,8 @@ def _resolve_item(
 def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: set[str]) -> tuple[Recipe | None, list[Problem]]:
     """Validate; take out what is wrong and validate again, so that rules between the remaining keys are checked too.
 
-    ``suspects`` are keys that have a problem already: they are left out, and nothing more is said about them.
+    A placeholder stands for a required key.  ``suspects`` are keys that have a problem already: they are left out, and nothing
+    more is said about them.
     """
     recipe, problems = None, []
     for _ in range(_ROUNDS):
@@ -160,16 +170,50 @@ def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: se
         fresh = [(path, problem) for path, problem in fresh if not _about(problem.key, suspects)]
         problems += [problem for _, problem in fresh]
         suspects |= {problem.key for _, problem in fresh}
-        plain = _without(plain, (), suspects)
+        plain = _mended(plain, suspects)
     if recipe is not None:
         for key, text in (*recipe.cross_checks(), *built_in.problems(recipe)):
-            if not any(suspect in f"{key} {text}" for suspect in suspects if suspect):
+            if not _concerns(key, text, suspects):
                 problems.append(Problem(key, place_of(path_of(key), places), text))
     return recipe, problems
 
 
 def _about(key: str, suspects: set[str]) -> bool:
     return any(key == suspect or key.startswith((f"{suspect}.", f"{suspect}[")) for suspect in suspects if suspect)
+
+
+def _concerns(key: str, text: str, suspects: set[str]) -> bool:
+    """Whether a rule is about a suspect: its key is one, or its text names one, in full or as of the key's own section."""
+    section = key.rpartition(".")[0]
+    named = (name if "." in name else f"{section}.{name}" for name in _MENTION.findall(text))
+    return any(_about(name, suspects) for name in (key, *named))
+
+
+def _mended(plain: dict[str, Any], suspects: set[str]) -> dict[str, Any]:
+    """Without the suspects.  A required one has a valid value instead, or its section goes where it may."""
+    plain = _without(plain, (), suspects)
+    for path in sorted(filter(None, map(path_of, suspects)), key=len):
+        section = section_at(path[:-1], Recipe)
+        known = section.model_fields.get(str(path[-1])) if section is not None else None
+        if known is None or not known.is_required():
+            continue
+        if path[:2] == ("reward", "parts"):
+            _put(plain, path, f"placeholder:function{path[2]}")  # each function may stand once
+        elif path in _PLACEHOLDERS:
+            _put(plain, path, _PLACEHOLDERS[path])
+        else:
+            plain = _without(plain, (), {dotted(path[:-1])})
+    return plain
+
+
+def _put(tree: Any, path: KeyPath, value: Any) -> None:
+    """Set a value within a section that is there."""
+    try:
+        for part in path[:-1]:
+            tree = tree[part]
+        tree[path[-1]] = value
+    except (KeyError, IndexError, TypeError):
+        pass
 
 
 def _without(value: Any, path: KeyPath, suspects: set[str]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
 from slipstream.core.schema import Recipe
 
@@ -57,13 +58,13 @@ def explain(error: ErrorDetails, places: Mapping[KeyPath, str], root: type[BaseM
 def options_of(model: type[M], options: Mapping[str, Any], key: str) -> M:
     """Free-form options of the recipe (``data.options``) as what their source or grader understands.
 
-    Raises ValueError with every problem, in the loader's words.
+    Raises UserError with every problem, in the loader's words.
     """
     try:
         return model.model_validate_json(json.dumps(options))
     except ValidationError as error:
         found = [explain(detail, {}, model)[1] for detail in error.errors(include_url=False)]
-        raise ValueError("\n".join(f"{key}.{problem}" for problem in found)) from None
+        raise UserError("\n".join(f"{key}.{problem}" for problem in found)) from None
 
 
 def _expected(error: ErrorDetails) -> str:
@@ -111,7 +112,7 @@ def _is_number(text: str) -> bool:
 
 
 def _missing(path: KeyPath, root: type[BaseModel]) -> str:
-    model = _model_at(path[:-1], root)
+    model = section_at(path[:-1], root)
     about = model.model_fields[str(path[-1])].description if model else None
     return f"missing; add `{path[-1]}: …`" + (f" ({about})" if about else "")
 
@@ -119,13 +120,13 @@ def _missing(path: KeyPath, root: type[BaseModel]) -> str:
 def _broken_rule(path: KeyPath, message: str, root: type[BaseModel]) -> tuple[KeyPath, str]:
     """A rule's message starts with the field it is about: ``estimator: k1 in the loss …``."""
     name, colon, rest = message.partition(": ")
-    model = _model_at(path, root)
+    model = section_at(path, root)
     return ((*path, name), rest) if colon and model and name in model.model_fields else (path, message)
 
 
 def _suggestion(path: KeyPath, root: type[BaseModel]) -> str:
     """The key that was meant: one of this section, or the same name elsewhere in the recipe."""
-    model, key = _model_at(path[:-1], root), str(path[-1])
+    model, key = section_at(path[:-1], root), str(path[-1])
     here = sorted(model.model_fields) if model else []
     if near := difflib.get_close_matches(key, here, 1):
         return f"did you mean `{near[0]}`?"
@@ -142,8 +143,8 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _model_at(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
-    """The schema of the section at ``path`` (list positions are skipped)."""
+def section_at(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
+    """The schema of the section at ``path`` (list positions are skipped); None where there is none."""
     model: type[BaseModel] | None = root
     for part in path:
         if isinstance(part, str):

@@ -3,7 +3,7 @@
 recipe.yaml      resolved, secrets redacted        checkpoints/  one folder per checkpoint
 metrics.jsonl    one line per step                 logs/         of the processes
 events.jsonl     starts, updates, faults           summary.json  at the end and on failure
-samples.jsonl    one line per trained sample       report.html   `slipstream report`
+samples.jsonl    one per sample of a batch         report.html   `slipstream report`
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import dump_recipe, load_recipe
 from slipstream.core.schema import Recipe
 
@@ -46,14 +47,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDirectory:
-        """Start ``root/<recipe.name>``.  Raises ValueError if it exists: no run ever writes into another's directory."""
+        """Start ``root/<recipe.name>``.  Raises UserError if it exists: no run ever writes into another's directory."""
         path = root / recipe.name
         root.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()
         except FileExistsError:
             free = next(f"{recipe.name}-{n}" for n in range(2, 1_000_000) if not (root / f"{recipe.name}-{n}").exists())
-            raise ValueError(
+            raise UserError(
                 f"run directory: {path} exists already; continue that run with `slipstream resume {path}`, "
                 f"or start a new one under another name: name={free}"
             ) from None
@@ -67,11 +68,11 @@ class RunDirectory:
     def open(cls, path: Path, *, write: bool = False) -> RunDirectory:
         """An existing run: to read, or with ``write`` to continue it.
 
-        Raises ValueError if ``path`` is no run directory, or another process writes to it.  A line that a crash cut off
+        Raises UserError if ``path`` is no run directory, or another process writes to it.  A line that a crash cut off
         is removed when a writer opens the run, so that the next record starts on a line of its own.
         """
         if not (path / "recipe.yaml").is_file():
-            raise ValueError(
+            raise UserError(
                 f"run directory: {path} has no recipe.yaml, expected the directory of a run such as runs/quickstart"
             )
         if not write:
@@ -134,11 +135,10 @@ class RunDirectory:
         for stream, key in _BATCH_KEY.items():
             if descriptor := self._streams.pop(stream, None):
                 os.close(descriptor)
-            records = self.read(stream).records
-            kept = [record for record in records if record[key] <= batch]
-            dropped[stream] = len(records) - len(kept)
+            file = self.stream_file(stream)
+            dropped[stream] = sum(record[key] > batch for _, record in _whole_lines(file)) if file.exists() else 0
             if dropped[stream]:
-                write_atomically(self.stream_file(stream), b"".join(_encode(record) + b"\n" for record in kept))
+                write_atomically(file, (line for line, record in _whole_lines(file) if record[key] <= batch))
         return dropped
 
     def close(self) -> None:
@@ -161,27 +161,39 @@ def read_jsonl(path: Path) -> JsonLines:
     """Records of a JSONL file, one object per line.
 
     A last line without its newline that is no whole object was torn by a crash: it is left out and ``torn`` is True.
-    Raises ValueError, with file and line, for any other line that is not a JSON object.
+    Raises UserError, with file and line, for any other line that is not a JSON object.
     """
-    records: list[dict[str, Any]] = []
+    records, torn = [], False
+    for _, record in _lines(path):
+        if record is None:
+            torn = True
+        else:
+            records.append(record)
+    return JsonLines(records, torn)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Every line with its record, None where the last one is torn; one line at a time in memory.  Raises as ``read_jsonl``."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             record = _decode(line)
-            if record is not None:
-                records.append(record)
-            elif not line.endswith(b"\n"):
-                return JsonLines(records, True)
-            else:
-                raise ValueError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
-    return JsonLines(records, False)
+            if record is None and line.endswith(b"\n"):
+                raise UserError(f"{path}:{number}: got {line[:60]!r}, expected a JSON object; the file was edited or damaged")
+            yield line, record
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for line, record in _lines(path):
+        if record is not None:
+            yield line.rstrip(b"\n") + b"\n", record
+
+
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file that is either old or new, never half, even if the machine stops: write aside, sync, rename."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -201,7 +213,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise ValueError(
+        raise UserError(
             f"run directory: {path} is being written by process {owner}; wait for it, stop it, or choose another name="
         ) from None
     os.ftruncate(descriptor, 0)

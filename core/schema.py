@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.core.algorithms import OF_GROUPS, Algo
-from slipstream.core.optimizer import Optimizer
+from slipstream.core.optimizer import Optimizer, WarmStartOptimizer
 from slipstream.core.section import NonNegative, Positive, Problems, Rate, Section
 from slipstream.core.speculation import Speculation
 
@@ -99,7 +99,7 @@ class WarmStart(Section):
 
     steps: Positive
     batch_size: Positive = 32
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=1e-5, schedule="cosine"))
+    optimizer: WarmStartOptimizer = Field(default_factory=WarmStartOptimizer)
 
 
 class Sampling(Section):
@@ -222,7 +222,7 @@ class Evaluation(Section):
 class Monitor(Section):
     eval: Evaluation = Field(default_factory=Evaluation)
     sinks: list[Literal["ray"]] = Field(default_factory=list, description="where metrics go besides metrics.jsonl")
-    samples: bool = Field(True, description="write every trained sample to samples.jsonl (the audit needs it)")
+    samples: bool = Field(True, description="write every sample of an assembled batch to samples.jsonl (the audit needs it)")
 
 
 class Cluster(Section):
@@ -252,11 +252,10 @@ class Recipe(Section):
     monitor: Monitor = Field(default_factory=Monitor)
     cluster: Cluster = Field(default_factory=Cluster)
 
-    @property
-    def response_tokens(self) -> int:
-        """The most that the policy writes into one response, over all turns."""
+    def response_tokens(self, context: int) -> int:
+        """The most that the policy writes into one response, over all turns, where prompt and response may have ``context``."""
         turns = 1 if self.rollout.environment.name == "single_turn" else self.rollout.environment.max_turns
-        return min(self.rollout.sampling.max_tokens * turns, self.model.max_length or 2**31)
+        return min(self.rollout.sampling.max_tokens * turns, context)
 
     @property
     def teaches(self) -> Literal["full", "policy_gradient"] | None:

@@ -20,12 +20,8 @@ Unknown keys are errors. `slipstream validate RECIPE` shows every mistake of a r
 
 def render() -> str:
     """The whole page."""
-    sections = [schema.Recipe, *_nested(schema.Recipe)]
-    titles = {schema.Recipe: "Top level"}
-    paths = _paths(schema.Recipe, "")
     parts = [HEAD]
-    for section in sections:
-        title = titles.get(section) or f"`{paths[section]}`"
+    for title, section in (("Top level", schema.Recipe), *((f"`{path}`", inner) for path, inner in _nested(schema.Recipe, ""))):
         parts.append(f"\n## {title}\n")
         if section.__doc__:
             parts.append(re.sub(r"``", "`", " ".join(section.__doc__.split())) + "\n")
@@ -40,23 +36,13 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [found for inner in getattr(annotation, "__args__", ()) for found in _sections_of(inner)]
 
 
-def _nested(section: type[BaseModel]) -> list[type[BaseModel]]:
-    found: list[type[BaseModel]] = []
-    for field in section.model_fields.values():
-        for inner in _sections_of(field.annotation):
-            if inner not in found:
-                found += [inner, *(s for s in _nested(inner) if s not in found)]
-    return list(dict.fromkeys(found))
-
-
-def _paths(section: type[BaseModel], prefix: str) -> dict[type[BaseModel], str]:
-    paths: dict[type[BaseModel], str] = {}
+def _nested(section: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
+    """Every section within ``section`` by its path, also where two paths lead to sections of one kind."""
+    found: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
         for inner in _sections_of(field.annotation):
-            paths.setdefault(inner, f"{prefix}{name}")
-            for deeper, path in _paths(inner, f"{prefix}{name}.").items():
-                paths.setdefault(deeper, path)
-    return paths
+            found += [(f"{prefix}{name}", inner), *_nested(inner, f"{prefix}{name}.")]
+    return found
 
 
 def _row(name: str, field: FieldInfo) -> str:

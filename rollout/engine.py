@@ -105,7 +105,7 @@ class Engine:
         """Load the model and label its weights ``version``.  Engines of one run get different seeds.
 
         ``draft_path`` is the folder that ``rollout.speculation.draft`` means, ``draft_state`` what ``save_draft`` wrote of a
-        draft that learns.  Raises ValueError if the draft does not fit.
+        draft that learns.  Raises UserError if the draft does not fit.
         """
         require_runnable(rollout.speculation, model_path, draft_path, on_gpu=torch.cuda.is_available())
         arguments = engine_args(model_path, model, rollout, max_length, seed, transport)

@@ -15,6 +15,7 @@ from typing import Any
 
 from slipstream.core import schema
 from slipstream.core.built_in import environment_options
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task
 from slipstream.rollout.calculator import Calculator
 from slipstream.rollout.environment import Completion, Environment, NoAnswer, Observation, SingleTurn, ToolError
@@ -32,7 +33,7 @@ class Environments:
     """Opens one environment per sample.  ``search_path`` is the recipe's directory: the user's may stand in a file there."""
 
     def __init__(self, settings: schema.Environment, search_path: Path | None = None) -> None:
-        """Raises ValueError for an environment that does not exist, cannot be imported, or does not take the options."""
+        """Raises UserError for an environment that does not exist, cannot be imported, or does not take the options."""
         self._timeout_s = settings.timeout_s
         self._hung: list[threading.Thread] = []
         options = environment_options(settings)
@@ -43,11 +44,11 @@ class Environments:
             self._class, self._options = _of_the_user(settings, search_path), options
 
     def check(self, first: Task) -> None:
-        """Raises ValueError if the environment of one task cannot be made."""
+        """Raises UserError if the environment of one task cannot be made."""
         try:
             self.open(first)
         except EnvironmentFailed as failure:
-            raise ValueError(f"rollout.environment: not for task {first.id} of {first.source}: {failure}") from failure
+            raise UserError(f"rollout.environment: not for task {first.id} of {first.source}: {failure}") from failure
 
     def open(self, task: Task) -> Environment:
         """The environment of one episode of ``task``.  Raises EnvironmentFailed if the user's cannot be made."""
@@ -135,11 +136,11 @@ def _of_the_user(settings: schema.Environment, search_path: Path | None) -> Any:
     try:
         found = load(name, search_path, "Class")
     except ValueError as error:
-        raise ValueError(f"{key}.name: {error}") from error
+        raise UserError(f"{key}.name: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
-        raise ValueError(f"{key}.name: {name} is no subclass of slipstream.rollout.environment.Environment, as it has to be")
+        raise UserError(f"{key}.name: {name} is no subclass of slipstream.rollout.environment.Environment, as it has to be")
     try:
         inspect.signature(found).bind(None, **settings.options)
     except TypeError as error:
-        raise ValueError(f"{key}.options: {name} does not take them ({error})") from error
+        raise UserError(f"{key}.options: {name} does not take them ({error})") from error
     return found

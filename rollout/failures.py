@@ -6,7 +6,7 @@ from typing import Any
 
 
 class GroupFailed(RuntimeError):
-    """A group that could not be sampled or graded, with a reason to count it by (``"math/timeout"``).
+    """A group that could not be sampled or graded, with a ``reason`` to count it by (``"math/timeout"``) and its ``detail``.
 
     It never becomes a group with a reward of 0.
     """
@@ -14,9 +14,10 @@ class GroupFailed(RuntimeError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, str(self).removeprefix(f"{self.reason}: "))
+        return type(self), (self.reason, self.detail)
 
 
 class GradingError(GroupFailed):

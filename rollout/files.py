@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.section import Section
 from slipstream.rollout.rows import Row
@@ -32,11 +33,11 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
     the assistant's; ``completion`` is a demonstration (text or messages).  The answer is ``answer_column``, or verl's
     ``reward_model.ground_truth``.  All other columns are handed to the reward functions.
 
-    Raises ValueError for a missing, empty, or unreadable file, and for bad rows, with file and line.
+    Raises UserError for a missing, empty, or unreadable file, and for bad rows, with file and line.
     """
     chosen = options_of(FileOptions, options, "data.options")
     if not path.exists():
-        raise ValueError(
+        raise UserError(
             f"data.source: {path} does not exist; expected a .jsonl or .parquet file, or a folder saved by datasets"
         )
     rows: list[Row] = []
@@ -52,9 +53,9 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
                 problems.append("… and perhaps more; the first twenty are shown")
                 break
     if problems:
-        raise ValueError("data.source has rows that cannot be used:\n  " + "\n  ".join(problems))
+        raise UserError("data.source has rows that cannot be used:\n  " + "\n  ".join(problems))
     if not rows:
-        raise ValueError(f"data.source: {path} has no rows")
+        raise UserError(f"data.source: {path} has no rows")
     return rows
 
 
@@ -70,8 +71,8 @@ def _records(path: Path, split: str) -> Iterator[tuple[str, dict[str, Any] | Val
         try:
             return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
         except (pyarrow.lib.ArrowException, OSError) as error:
-            raise ValueError(f"data.source: {path} is no readable parquet file ({error})") from error
-    raise ValueError(
+            raise UserError(f"data.source: {path} is no readable parquet file ({error})") from error
+    raise UserError(
         f"data.source: got {path}, expected .jsonl, .parquet, a folder saved by datasets, builtin:… or reasoning_gym:…"
     )
 
@@ -101,10 +102,10 @@ def _folder(path: Path, split: str) -> Iterable[dict[str, Any]]:
     try:
         data = load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"data.source: {path} is no folder written by datasets' save_to_disk ({error})") from error
+        raise UserError(f"data.source: {path} is no folder written by datasets' save_to_disk ({error})") from error
     if isinstance(data, DatasetDict):
         if split not in data:
-            raise ValueError(f"data.options.split: got {split!r}, expected one of {', '.join(data)}")
+            raise UserError(f"data.options.split: got {split!r}, expected one of {', '.join(data)}")
         data = data[split]
     return data
 
@@ -121,15 +122,15 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[Any, str | None]:
         if isinstance(completion, list):
             completion = _last_assistant(_messages(completion, "completion"), "completion")
         if completion is not None and not isinstance(completion, str):
-            raise ValueError(f"`completion`: got {type(completion).__name__}, expected text or messages")
+            raise UserError(f"`completion`: got {type(completion).__name__}, expected text or messages")
         return _prompt(record["prompt"]), completion
     if "messages" not in record:
-        raise ValueError(f"no column `prompt` or `messages`; there are {', '.join(sorted(record)) or 'none'}")
+        raise UserError(f"no column `prompt` or `messages`; there are {', '.join(sorted(record)) or 'none'}")
     messages = _messages(record["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         return messages, None
     if len(messages) == 1:
-        raise ValueError("`messages` holds the assistant's turn only, expected a prompt before it")
+        raise UserError("`messages` holds the assistant's turn only, expected a prompt before it")
     return messages[:-1], messages[-1]["content"]
 
 
@@ -141,27 +142,27 @@ def _prompt(value: Any) -> Any:
             return tuple(value)
         return _messages(value, "prompt")
     got = "nothing" if value in ("", [], None) else type(value).__name__
-    raise ValueError(f"`prompt`: got {got}, expected text, messages, or token ids")
+    raise UserError(f"`prompt`: got {got}, expected text, messages, or token ids")
 
 
 def _messages(value: Any, column: str) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
-        raise ValueError(
+        raise UserError(
             f"`{column}`: got {'an empty list' if value == [] else type(value).__name__}, expected a list of messages"
         )
     messages = []
     for position, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"`{column}`[{position}]: expected {{role: text, content: text}}, got {message!r:.60}")
+            raise UserError(f"`{column}`[{position}]: expected {{role: text, content: text}}, got {message!r:.60}")
         if extra := sorted(key for key, item in message.items() if key not in ("role", "content") and item is not None):
-            raise ValueError(f"`{column}`[{position}]: {', '.join(extra)} is not supported, only role and content are")
+            raise UserError(f"`{column}`[{position}]: {', '.join(extra)} is not supported, only role and content are")
         messages.append({"role": message["role"], "content": message["content"]})
     return tuple(messages)
 
 
 def _last_assistant(messages: Sequence[Mapping[str, str]], column: str) -> str:
     if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise ValueError(f"`{column}`: expected one message of the assistant, got {[message['role'] for message in messages]}")
+        raise UserError(f"`{column}`: expected one message of the assistant, got {[message['role'] for message in messages]}")
     return messages[0]["content"]
 
 
@@ -172,9 +173,9 @@ def _answer(record: dict[str, Any], answer_column: str) -> str | None:
     elif isinstance(record.get("reward_model"), dict):
         value, source = record["reward_model"].get("ground_truth"), "`reward_model.ground_truth`"
     elif answer_column != "answer":
-        raise ValueError(f"no column `{answer_column}` (data.answer_column); there are {', '.join(sorted(record))}")
+        raise UserError(f"no column `{answer_column}` (data.answer_column); there are {', '.join(sorted(record))}")
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise ValueError(f"{source}: got {type(value).__name__}, expected text or a number")
+    raise UserError(f"{source}: got {type(value).__name__}, expected text or a number")

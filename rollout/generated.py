@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 
 from pydantic import Field, model_validator
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.section import Fraction, Positive, Section
 from slipstream.rollout.rows import Row, Split, is_held_out
@@ -52,7 +53,7 @@ def number_sorting(options: Mapping[str, Any], seed: int, split: Split) -> list[
     In the ``long`` variant the demonstration takes out the next number again and again and ends with the result:
     ``2139>`` -> ``9:213;3:21;2:1;1:;=9321`` (graded by ``exact`` with ``after: "="``).
 
-    Raises ValueError for unknown options, or a ``size`` beyond the number of distinct prompts.
+    Raises UserError for unknown options, or a ``size`` beyond the number of distinct prompts.
     """
     chosen = options_of(NumberSorting, options, "data.options")
     shares = _LONG_SHARES if chosen.long else ((1.0, chosen.min_numbers, chosen.max_numbers),)
@@ -63,7 +64,7 @@ def number_sorting(options: Mapping[str, Any], seed: int, split: Split) -> list[
         stream = pick.choices(streams, [share for share, *_ in shares])[0]
         fresh = stream.next(held_out=split == "eval")
         if fresh is None:
-            raise ValueError(
+            raise UserError(
                 f"data.options.size: got {chosen.size}, but after {len(rows)} tasks no new prompt of {stream.low} to "
                 f"{stream.high} numbers was found for {split}; lower size, or raise max_numbers"
             )
@@ -134,21 +135,21 @@ class ReasoningGym(Sequence[Row]):
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], seed: int, split: Split) -> None:
-        """Raises ValueError for a data set or option that reasoning-gym does not have, naming the nearest."""
+        """Raises UserError for a data set or option that reasoning-gym does not have, naming the nearest."""
         _import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
 
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, 3)
             meant = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
-            raise ValueError(f"data.source: got reasoning_gym:{name}, which reasoning-gym does not have; {meant}")
+            raise UserError(f"data.source: got reasoning_gym:{name}, which reasoning-gym does not have; {meant}")
         config = dict(options)
         self._name = name
         self._split = split
         self._size = config.pop("size", 10_000)
         self._chat = config.pop("chat", False)
         if type(self._size) is not int or self._size < 1 or type(self._chat) is not bool:
-            raise ValueError(
+            raise UserError(
                 f"data.options: got size {self._size!r} and chat {self._chat!r}, expected a positive integer and true or false"
             )
         make, schema = DATASETS[name]
@@ -156,14 +157,14 @@ class ReasoningGym(Sequence[Row]):
         if unknown := sorted(set(config) - known):
             near = difflib.get_close_matches(unknown[0], known, 1)
             meant = f"did you mean `{near[0]}`?" if near else f"known: size, chat, {', '.join(sorted(known))}"
-            raise ValueError(f"data.options: {name} has no option {', '.join(unknown)}; {meant}")
+            raise UserError(f"data.options: {name} has no option {', '.join(unknown)}; {meant}")
         size = self._size if split == "train" else self._size * _TRIES
         try:
             settings = schema(**config, seed=_first_seed(seed, split, 0), size=size)
             settings.validate()
             self._entries = make(config=settings)
         except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(f"data.options: reasoning-gym refuses them for {name}: {error}") from error
+            raise UserError(f"data.options: reasoning-gym refuses them for {name}: {error}") from error
 
     def __len__(self) -> int:
         return self._size
@@ -183,7 +184,7 @@ class ReasoningGym(Sequence[Row]):
                 question = entry["question"]
                 prompt = ({"role": "user", "content": question},) if self._chat else question
                 return Row(prompt, entry["answer"], None, {"entry": entry, "dataset": self._name})
-        raise ValueError(
+        raise UserError(
             f"data.source: reasoning_gym:{self._name} with these options has too few distinct questions to hold some out for "
             f"{self._split}; widen the options, or give monitor.eval.source"
         )

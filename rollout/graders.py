@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.mistakes import UserError
 from slipstream.rollout.failures import GradingError
 
 START_TIMEOUT_S = 120.0
@@ -47,7 +48,7 @@ class GraderPool:
         self._running: set[_Worker] = set()
 
     async def start(self) -> None:
-        """Start one worker now.  Raises ValueError if a function cannot be imported: that is the recipe's mistake."""
+        """Start one worker now.  Raises UserError if a function cannot be imported: that is the recipe's mistake."""
         worker = await self._free.get()
         try:
             worker = worker or await self._spawn()
@@ -113,7 +114,7 @@ class GraderPool:
             if not started:
                 self._end(worker)
         if not started:
-            raise ValueError(f"reward.parts: {reply['detail']}")
+            raise UserError(f"reward.parts: {reply['detail']}")
         return worker
 
     def _end(self, worker: _Worker) -> None:

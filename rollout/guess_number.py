@@ -52,7 +52,7 @@ def guess_number(options: Mapping[str, Any], seed: int, split: Split) -> list[Ro
     """Prompts ``1-7?`` with the hidden number as answer; demonstrations alternate guesses and answers.
 
     All prompts are the same, so no prompt can be held out: evaluation draws its hidden numbers from a seed of its own.
-    Raises ValueError for unknown options.
+    Raises UserError for unknown options.
     """
     chosen = options_of(GuessNumberTasks, options, "data.options")
     draw, teach = Random(f"{seed}/{split}/hidden"), Random(f"{seed}/{split}/demonstrations")

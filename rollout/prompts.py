@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Message, Task
 
 _MARK = "«what the policy wrote»"
@@ -74,9 +75,9 @@ class PromptEncoder:
         else:
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         if self._system_prompt is not None and not self.is_chat(task):
-            raise ValueError(f"data.system_prompt is set, but task {task.id} is no chat; set data.chat: true, or remove it")
+            raise UserError(f"data.system_prompt is set, but task {task.id} is no chat; set data.chat: true, or remove it")
         if not ids:
-            raise ValueError(f"task {task.id}: the prompt has no tokens; a model without BOS needs at least one")
+            raise UserError(f"task {task.id}: the prompt has no tokens; a model without BOS needs at least one")
         if self._limit is not None and len(ids) > self._limit[0]:
             raise PromptTooLong(f"task {task.id}", len(ids), *self._limit)
         return tuple(ids)
@@ -88,12 +89,12 @@ class PromptEncoder:
         ValueError for a task without a demonstration or a tokenizer without EOS, and PromptTooLong.
         """
         if task.completion is None:
-            raise ValueError(
+            raise UserError(
                 f"task {task.id}: {task.source} has no demonstration; supervised steps need a `completion` column, "
                 "or `messages` that end with the assistant's turn"
             )
         if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token, so a demonstration cannot end; set eos_token in its files")
+            raise UserError("the tokenizer has no EOS token, so a demonstration cannot end; set eos_token in its files")
         texts = (task.completion,) if isinstance(task.completion, str) else task.completion
         turns, context = [], self.encode(task)
         for policy, reply in zip_longest(texts[::2], texts[1::2]):
@@ -124,7 +125,7 @@ class PromptEncoder:
         rendered = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         _, found, after = rendered.partition(_MARK)
         if not found:
-            raise ValueError("the chat template leaves out what the assistant said, so that turns cannot be appended to a chat")
+            raise UserError("the chat template leaves out what the assistant said, so that turns cannot be appended to a chat")
         ids = tuple(self.tokenizer(after, add_special_tokens=False).input_ids)
         return ids[1:] if ids and written and ids[0] == written[-1] else ids
 
@@ -147,7 +148,7 @@ class PromptEncoder:
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise ValueError(
+            raise UserError(
                 "the prompts are chat messages, but the model's tokenizer has no chat template; use an instruction-tuned "
                 "model, add a chat_template to its tokenizer, or give `prompt` as text"
             )

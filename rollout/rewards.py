@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.built_in import REWARDS, ExactOptions, reward_options
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task, Trajectory
 from slipstream.core.schema import Reward, RewardPart
 from slipstream.rollout.failures import GradingError
@@ -27,7 +28,7 @@ class Rewards:
     """Grades groups.  ``search_path`` is the recipe's directory: user functions may stand in a file beside the recipe."""
 
     def __init__(self, reward: Reward, search_path: Path | None = None) -> None:
-        """Raises ValueError for an unknown function or options that it does not have, all at once."""
+        """Raises UserError for an unknown function or options that it does not have, all at once."""
         problems: list[str] = []
         self._parts: list[tuple[RewardPart, Any]] = []
         for index, part in enumerate(reward.parts):
@@ -36,7 +37,7 @@ class Rewards:
             except ValueError as error:
                 problems.append(str(error))
         if problems:
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
         graders = [_grader(part, options) for part, options in self._parts if part.function not in _HERE]
         self._pool = None
         if graders:
@@ -45,17 +46,17 @@ class Rewards:
     async def start(self, first: Task | None = None) -> None:
         """Start a worker and look at one task.
 
-        Raises ValueError if a user's function cannot be imported, or ``first`` lacks what the functions compare with.
+        Raises UserError if a user's function cannot be imported, or ``first`` lacks what the functions compare with.
         """
         if first is not None:
             for part, _ in self._parts:
                 if part.function in ("exact", "regex", "math") and first.answer is None:
-                    raise ValueError(
+                    raise UserError(
                         f"reward {part.function}: tasks of {first.source} have no answer to compare with; set "
                         f"data.answer_column to one of the columns {sorted(first.columns)}, or use another reward function"
                     )
                 if part.function == "reasoning_gym" and "entry" not in first.columns:
-                    raise ValueError(f"reward reasoning_gym: got the source {first.source}, expected reasoning_gym:<dataset>")
+                    raise UserError(f"reward reasoning_gym: got the source {first.source}, expected reasoning_gym:<dataset>")
         if self._pool:
             await self._pool.start()
 

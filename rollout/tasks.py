@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task
 from slipstream.core.schema import Data, Evaluation
 from slipstream.rollout.files import read_rows
@@ -81,13 +82,13 @@ def open_source(data: Data, seed: int, split: Split, evaluation: Evaluation | No
 
     Give ``evaluation`` for both splits: it says which rows of a file are held out of training.
 
-    Raises ValueError for a source that does not exist or cannot be read, bad rows, bad options, or too few rows.
+    Raises UserError for a source that does not exist or cannot be read, bad rows, bad options, or too few rows.
     """
     if split == "train":
         rows = _rows(data, seed, "train", evaluation)
         return Tasks(rows, source=data.source, split="train", seed=seed, shuffle=data.shuffle)
     if evaluation is None or evaluation.size == 0:
-        raise ValueError("monitor.eval.size: got 0, expected the number of tasks to evaluate on")
+        raise UserError("monitor.eval.size: got 0, expected the number of tasks to evaluate on")
     other = evaluation.source is not None
     options = evaluation.options if other else {**data.options, **evaluation.options}
     source = evaluation.source if evaluation.source is not None else data.source
@@ -105,7 +106,7 @@ def _rows(data: Data, seed: int, split: Split, evaluation: Evaluation | None) ->
     if data.source.startswith(_GYM):
         return ReasoningGym(data.source.removeprefix(_GYM), data.options, seed, split)
     if data.source.startswith("builtin:"):
-        raise ValueError(f"data.source: got {data.source}, expected one of {', '.join(BUILT_IN)}")
+        raise UserError(f"data.source: got {data.source}, expected one of {', '.join(BUILT_IN)}")
     rows = read_rows(Path(data.source), data.options, data.answer_column)
     if evaluation is None or evaluation.size == 0 or evaluation.source is not None:
         return rows
@@ -113,7 +114,7 @@ def _rows(data: Data, seed: int, split: Split, evaluation: Evaluation | None) ->
     prompts = {repr(row.prompt) for row in held_out}
     kept = [row for row in rows[: -evaluation.size] if repr(row.prompt) not in prompts]
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"monitor.eval.size: got {evaluation.size}, but {data.source} has {len(rows)} rows, and nothing would be left to "
             "train on; lower size, set it to 0, or give monitor.eval.source"
         )

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.mistakes import UserError
+
 
 def load(name: str, search_path: str | Path | None, kind: str) -> Any:
     """What ``name`` (``dice:Dice``) means; its module may stand in ``search_path``.
 
-    Raises ValueError if it cannot be imported, with the ``kind`` ("Class", "function") that was expected.
+    Raises UserError if it cannot be imported, with the ``kind`` ("Class", "function") that was expected.
     """
     folder = str(Path(search_path).resolve()) if search_path is not None else None
     if folder is not None and folder not in sys.path:
@@ -21,4 +23,4 @@ def load(name: str, search_path: str | Path | None, kind: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         expected = f"expected module:{kind} beside the recipe or installed"
-        raise ValueError(f"{name} cannot be imported ({error}); {expected}") from error
+        raise UserError(f"{name} cannot be imported ({error}); {expected}") from error

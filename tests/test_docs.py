@@ -18,6 +18,15 @@ def test_the_recipe_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text() == render(), "run python docs/make_recipe_reference.py"
 
 
+def test_the_reference_has_a_table_for_every_path_with_the_defaults_of_that_path() -> None:
+    """Three optimizers of the same keys differ in their learning rate and its schedule."""
+    sections = {part.split("`")[1]: part for part in (ROOT / "docs" / "recipe.md").read_text().split("\n## ") if part[0] == "`"}
+    paths = ("algo.critic.optimizer", "warm_start.optimizer", "trainer.optimizer")
+    found = [re.findall(r"\| `(?:lr|schedule)` \|.*\| `(.*)` \|", sections[path]) for path in paths]
+    assert found == [["1e-05", "constant"], ["1e-05", "cosine"], ["1e-06", "constant"]]
+    assert {"algo.correction.icepop", "algo.correction.geometric"} <= sections.keys()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_short(recipe: Path) -> None:
     assert load_recipe([recipe]).name == recipe.stem

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-00000012`` with whatever its writers put in it and a ``MANIFEST.json`` of sizes and SHA-256.
 It is written beside its place, flushed to the disk, and published by one rename; then ``LATEST`` is made to name it.  At every
-instant, ``LATEST`` names a complete checkpoint or there is none yet.  Plain files and no tensors here: see ``state``.
+instant, ``LATEST`` names a complete checkpoint or there is none yet: one that replaces the named one is ``step-00000012-2``.
+Plain files and no tensors here: see ``state``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from slipstream.core.mistakes import UserError
+
 MANIFEST, LATEST = "MANIFEST.json", "LATEST"
 LEARNER = "learner"
 """The part of a checkpoint that ``Learner.save`` writes; its ``model`` is what ``export_model`` exports."""
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:-2)?")
 _DRAFT = ".draft-"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint is not what its manifest says, or not what the learner needs."""
 
 
@@ -47,11 +50,11 @@ def write_checkpoint(root: Path, *, step: int, keep: int) -> Iterator[Path]:
     try:
         yield draft
         _write_manifest(draft)
-        _publish(draft, root, step)
+        place = _publish(draft, root, step)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _prune(root, step, keep)
+    _prune(root, place, keep)
     _sweep(root)
 
 
@@ -84,18 +87,16 @@ def latest(root: Path) -> tuple[Path | None, list[str]]:
     Normally the one that ``LATEST`` names, and no warning.  None, without a warning, where nothing was published.
     Raises CheckpointError if there are checkpoints and none of them is valid.
     """
-    pointer = root / LATEST
-    published = _published(root)
-    if not pointer.is_file() and not published:
+    named, published = _named(root), _published(root)
+    if named is None and not published:
         return None, []
     warnings: list[str] = []
-    if pointer.is_file():
-        named = root / pointer.read_text().strip()
+    if named is not None:
         newest = _step_of(named)
         candidates = [named, *(path for path in published if _step_of(path) < newest)]
     else:
         candidates = published
-        warnings.append(f"{pointer} is missing; taking the newest valid checkpoint")
+        warnings.append(f"{root / LATEST} is missing; taking the newest valid checkpoint")
     for candidate in candidates:
         try:
             verify(candidate)
@@ -113,7 +114,7 @@ def export_model(checkpoint: Path, out: Path) -> None:
     and not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"export: {out} exists and is not an empty folder; name another place or remove it first")
+        raise UserError(f"export: {out} exists and is not an empty folder; name another place or remove it first")
     verify(checkpoint)
     model = checkpoint / LEARNER / "model"
     if not model.is_dir():
@@ -136,9 +137,11 @@ def _write_manifest(draft: Path) -> None:
     _flush(draft)
 
 
-def _publish(draft: Path, root: Path, step: int) -> None:
+def _publish(draft: Path, root: Path, step: int) -> Path:
     place = root / f"step-{step:08d}"
-    if place.exists():  # of an attempt that was rolled back; if LATEST still names it, then because it is damaged
+    if _named(root) == place:
+        place = root / f"{place.name}-2"
+    if place.exists():  # of an attempt that was rolled back, or that died before LATEST named it
         place.rename(root / f"{_DRAFT}{uuid4().hex}")
     draft.rename(place)
     _flush_folder(root)
@@ -149,17 +152,28 @@ def _publish(draft: Path, root: Path, step: int) -> None:
         os.fsync(file.fileno())
     pointer.replace(root / LATEST)
     _flush_folder(root)
+    return place
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    published = _published(root)
-    past = [path for path in published if _step_of(path) <= step]
-    for path in [*(p for p in published if _step_of(p) > step), *past[keep:]]:
+def _named(root: Path) -> Path | None:
+    """What ``LATEST`` names, be it there or not."""
+    pointer = root / LATEST
+    return root / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    others = [path for path in _published(root) if path != newest]
+    past = [path for path in others if _step_of(path) < _step_of(newest)]
+    for path in [*(p for p in others if p not in past), *past[keep - 1 :]]:
         path.rename(root / f"{_DRAFT}{uuid4().hex}")  # a crash during the removal must not leave half of it under a good name
 
 
 def _sweep(root: Path) -> None:
-    """Remove drafts: those of crashes, and what was renamed to be removed."""
+    """Remove drafts: those of crashes, and what was renamed to be removed; and a checkpoint whose step ``LATEST`` has twice."""
+    if (named := _named(root)) is not None:
+        for path in _published(root):
+            if _step_of(path) == _step_of(named) and path != named:
+                path.rename(root / f"{_DRAFT}{uuid4().hex}")
     for draft in root.glob(f"{_DRAFT}*"):
         if draft.is_dir():
             shutil.rmtree(draft)

@@ -23,6 +23,7 @@ from slipstream.algos.advantages import STD_EPSILON
 from slipstream.algos.gae import gae, value_loss
 from slipstream.core import algorithms, schema
 from slipstream.core.metrics import Last, Mean, Metrics
+from slipstream.core.mistakes import UserError
 from slipstream.trainer.distributed import all_reduced, device
 from slipstream.trainer.model import DTYPES, config_without_dropout
 from slipstream.trainer.offpolicy import MiniBatch
@@ -38,12 +39,12 @@ def load_critic(path: Path, model: schema.Model) -> PreTrainedModel:
 
     The folder may hold a policy (its head over the vocabulary is left out, and the value head starts at zero), a critic that
     was saved before, or a reward model of one label.
-    Raises ValueError for an architecture without token classification, a head of several labels, or missing weights.
+    Raises UserError for an architecture without token classification, a head of several labels, or missing weights.
     """
     config = config_without_dropout(path)
     config.num_labels, config.classifier_dropout, config.use_cache = 1, 0.0, False
     if type(config) not in AutoModelForTokenClassification._model_mapping:
-        raise ValueError(
+        raise UserError(
             f"algo.critic.path: {path} is a {config.model_type}, for which transformers has no token classification; expected "
             "an architecture such as qwen3 or llama"
         )
@@ -59,7 +60,7 @@ def load_critic(path: Path, model: schema.Model) -> PreTrainedModel:
     parameters, backbone = dict(critic.named_parameters()), f"{critic.base_model_prefix}."
     misshapen, missing = [name for name, *_ in report["mismatched_keys"]], list(report["missing_keys"])
     if wrong := sorted(misshapen + [name for name in missing if name.startswith(backbone)]):
-        raise ValueError(
+        raise UserError(
             f"algo.critic.path: {path} lacks {len(wrong)} tensors in the shape that a critic needs ({', '.join(wrong[:3])}); "
             "expected the weights of a policy, or of a model with one label"
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.algos.logprobs import selective_logprobs
 from slipstream.core import schema
 from slipstream.core.metrics import Last, Mean, Metrics, Sum, merge
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import TrainBatch, TrainSample, WeightVersion
 from slipstream.core.weights import Bucket, TensorSpec
 from slipstream.distill.teacher import Teacher
@@ -57,7 +58,7 @@ class Learner:
     def __init__(self, recipe: schema.Recipe, model_path: Path, rank: int, world_size: int) -> None:
         trainer = recipe.trainer
         if recipe.model.dtype == "bfloat16" and trainer.zero_stage == 0:
-            raise ValueError(
+            raise UserError(
                 "trainer.zero_stage: got 0 with model.dtype bfloat16, expected 1, 2 or 3: only they keep float32 weights and "
                 "accumulate gradients in float32 (stage 1 costs nothing, also on one rank)"
             )

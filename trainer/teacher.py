@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from slipstream.core.mistakes import UserError
 from slipstream.trainer.model import load_tokenizer, packed_logits
 
 
@@ -25,17 +26,17 @@ class HuggingFaceTeacher:
 
 
 def require_same_vocabulary(other: Path, trained: Path, key: str = "distill.teacher", ours: str = "student") -> None:
-    """Raise ValueError, naming ``key``, unless the other model's tokens are those of the trained one, one for one."""
+    """Raise UserError, naming ``key``, unless the other model's tokens are those of the trained one, one for one."""
     sizes = [AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size for path in (other, trained)]
     if sizes[0] != sizes[1]:
-        raise ValueError(
+        raise UserError(
             f"{key}: {other} has a vocabulary of {sizes[0]} tokens, expected {sizes[1]} as in the {ours} {trained}; "
             f"take a model of the {ours}'s family, with the same vocab_size"
         )
     theirs, known = (load_tokenizer(path).get_vocab() for path in (other, trained))
     if differing := sorted(token for token in {*theirs, *known} if theirs.get(token) != known.get(token)):
         shown = ", ".join(f"{token!r} is {theirs.get(token)}, not {known.get(token)}" for token in differing[:3])
-        raise ValueError(
+        raise UserError(
             f"{key}: the tokenizer of {other} differs from the {ours}'s ({trained}) in {len(differing)} tokens: "
             f"{shown}; take a model with the {ours}'s tokenizer"
         )

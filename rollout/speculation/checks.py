@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.section import Problems
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.head_student import unsupported
@@ -21,10 +22,10 @@ _ARCTIC = "arctic-inference==0.1.1"
 
 
 def require_runnable(speculation: Speculation, target: Path, draft: Path | None, *, on_gpu: bool) -> None:
-    """Raise ValueError with every reason why ``target`` cannot be served with these drafts on this machine."""
+    """Raise UserError with every reason why ``target`` cannot be served with these drafts on this machine."""
     found = [] if not speculation.on else problems(speculation, target, draft, on_gpu)
     if found:
-        raise ValueError("\n".join(f"rollout.speculation.{key}: {problem}" for key, problem in found))
+        raise UserError("\n".join(f"rollout.speculation.{key}: {problem}" for key, problem in found))
 
 
 def problems(speculation: Speculation, target: Path, draft: Path | None, on_gpu: bool) -> Problems:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.context import Context
 from slipstream.rollout.speculation.eagle3 import Eagle3Head, new_head
@@ -131,7 +132,7 @@ class Eagle3:
 
 
 def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]) -> Trainee:
-    """An untrained draft for ``policy`` as ``speculation.training`` describes it.  Raises ValueError where it cannot be."""
+    """An untrained draft for ``policy`` as ``speculation.training`` describes it.  Raises UserError where it cannot be."""
     training, config = speculation.training, policy.config.get_text_config()
     if speculation.method == "eagle3":
         ids = frequent_tokens(samples, config.vocab_size, training.vocabulary)
@@ -161,7 +162,7 @@ def first_layers(policy: Any, count: int) -> Any:
     """A copy of the policy without its later layers."""
     config = copy.deepcopy(policy.config)
     if not 0 < count < config.num_hidden_layers:
-        raise ValueError(
+        raise UserError(
             f"rollout.speculation.training.first_layers: got {count}, expected 1 to {config.num_hidden_layers - 1}: the policy "
             f"has {config.num_hidden_layers}"
         )
@@ -176,7 +177,7 @@ def _features(given: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
     """Layers whose inputs an EAGLE-3 head reads: an early, a middle and a late one, as vLLM's default."""
     chosen = given or (2, layers // 2, layers - 3)
     if list(chosen) != sorted({*chosen} & {*range(layers)}):
-        raise ValueError(
+        raise UserError(
             f"rollout.speculation.training.features: got {list(chosen)}, expected three different ones of the policy's layers "
             f"0 to {layers - 1}"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.algos.advantages import has_signal
+from slipstream.cluster import staleness
 from slipstream.cluster.assembly import (
     Penalty,
     assemble,
@@ -21,6 +22,7 @@ from slipstream.cluster.staleness import loss_mask, staleness_metrics
 from slipstream.core.metrics import values
 from slipstream.core.records import Group, Task, TrainSample, Trajectory, WeightVersion
 from slipstream.core.schema import Recipe, Schedule
+from slipstream.trainer.packing import pack
 
 
 def recipe(
@@ -64,11 +66,18 @@ def group(name: str, *trajectories: Trajectory) -> Group:
     )
 
 
+def assembled(
+    groups: list[Group], version: WeightVersion, recipe: Recipe, *more: Any, context: int = 2048, **named: Any
+) -> Any:
+    return assemble(groups, version, recipe, context, *more, **named)
+
+
 def by_name(batch: Any) -> dict[str, TrainSample]:
     return {sample.sample_id: sample for part in batch.minibatches for sample in part}
 
 
 NOW = WeightVersion(0, 3)
+EMPTY: dict[str, Any] = dict.fromkeys(("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "kv_versions"), ())
 
 
 def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics() -> None:
@@ -77,7 +86,7 @@ def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics()
     b is stale throughout, so it is left out of the batch; its reward of 0 still counts in the mean, (1 + 0 + 0.5) / 3 = 0.5.
     """
     groups = [group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1, 1), response("c", 0.5, 3, 3))]
-    made = assemble(groups, NOW, recipe())
+    made = assembled(groups, NOW, recipe())
     samples = by_name(made.batch)
     assert set(samples) == {"a", "c"}
     assert samples["a"].rl == (0.0, 1.0, 1.0) and samples["a"].advantages == (0.5, 0.5, 0.5)
@@ -93,7 +102,7 @@ def test_stale_tokens_weigh_nothing_and_every_sibling_counts_in_the_statistics()
 def test_a_token_that_the_policy_did_not_write_weighs_nothing() -> None:
     observed = response("a", 1.0, 3, 3, 3, observed=(1,))
     assert loss_mask(observed, NOW, Schedule(max_staleness=1)) == [True, False, True]
-    made = assemble([group("g", observed, response("b", 0.0, 3))], NOW, recipe())
+    made = assembled([group("g", observed, response("b", 0.0, 3))], NOW, recipe())
     assert by_name(made.batch)["a"].rl == (1.0, 0.0, 1.0) and made.batch.rl_denominators == (3.0,)
 
 
@@ -104,7 +113,7 @@ def test_denominators_are_those_of_each_mini_batch() -> None:
         group("h", response("h0", 1.0, 3, 3, 3), response("h1", 0.0, 3)),
         group("i", response("i0", 1.0, 3), response("i1", 0.0, 3, 3, 3, 3)),
     ]
-    batch = assemble(groups, NOW, recipe(minibatches=2)).batch
+    batch = assembled(groups, NOW, recipe(minibatches=2)).batch
     assert [[s.sample_id for s in part] for part in batch.minibatches] == [["g0", "g1", "h0", "h1"], ["i0", "i1"]]
     assert batch.rl_denominators == (7.0, 5.0)
 
@@ -119,7 +128,7 @@ def test_denominators_are_those_of_each_mini_batch() -> None:
 )
 def test_reductions(reduction: str, weights_a: tuple[float, ...], weights_c: tuple[float, ...], denominator: float) -> None:
     groups = [group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1), response("c", 0.5, 3))]
-    batch = assemble(groups, NOW, recipe(reduction=reduction)).batch
+    batch = assembled(groups, NOW, recipe(reduction=reduction)).batch
     samples = by_name(batch)
     assert samples["a"].rl == weights_a and samples["c"].rl == weights_c
     assert batch.rl_denominators == (denominator,)
@@ -134,7 +143,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantages() -> None:
     found = gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]])
     assert found == {"a": (0.5, 0.0, 0.0), "b": (1.5,)}
     kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
-    made = assemble(groups, NOW, recipe(kl=kl), Penalty(0.2, found))
+    made = assembled(groups, NOW, recipe(kl=kl), Penalty(0.2, found))
     samples = by_name(made.batch)
     assert samples["a"].advantages == pytest.approx([0.6] * 3) and samples["b"].advantages == pytest.approx([-0.6])
     record = made.records[0]
@@ -152,12 +161,12 @@ def test_a_mini_batch_without_an_advantage_makes_no_step() -> None:
             group("g", response("g0", 1.0, 3, 3), response("g1", 1.0, 3)),
             group("h", response("h0", 1.0, 3), response("h1", second, 3)),
         ]
-        return assemble(groups, NOW, recipe(name="reinforce", minibatches=2, **algo)).batch.rl_denominators
+        return assembled(groups, NOW, recipe(name="reinforce", minibatches=2, **algo)).batch.rl_denominators
 
     assert of(1.0) == (0.0, 0.0) and of(0.0) == (3.0, 2.0)
     assert of(1.0, kl={"coefficient": 0.1}) == (3.0, 2.0)
     halves = [group("g", response("g0", 1.0, 3), response("g1", 0.5, 3)), group("h", response("h0", 0.75, 3, 3, 3))]
-    made = assemble(halves, NOW, recipe(name="reinforce", minibatches=2)).batch
+    made = assembled(halves, NOW, recipe(name="reinforce", minibatches=2)).batch
     assert made.rl_denominators == (2.0, 0.0), "the mean is 3/4, and the second has it throughout"
 
 
@@ -172,7 +181,7 @@ def test_a_critic_gets_the_score_on_the_last_own_token_and_the_penalty_on_each()
     groups = [group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.5, 3))]
     penalty = Penalty(0.2, gaps(groups, [[-1.0, -1.0, -9.0], [-2.0]]))
     kl = {"coefficient": 0.2, "placement": "reward", "estimator": "k1"}
-    made = assemble(groups, NOW, recipe(**PPO, kl=kl), penalty)
+    made = assembled(groups, NOW, recipe(**PPO, kl=kl), penalty)
     samples = by_name(made.batch)
     a, b = samples["a"].steps, samples["b"].steps
     assert a is not None and b is not None
@@ -186,9 +195,9 @@ def test_a_critic_gets_the_score_on_the_last_own_token_and_the_penalty_on_each()
 def test_a_critic_sees_the_overlong_punishment_and_no_other_algorithm_has_steps() -> None:
     """Soft 1/2 of 4 tokens: four written cost 1."""
     groups = [group("g", response("a", 1.0, 3, 3, 3, 3), response("b", 0.5, 3))]
-    (steps, _) = (s.steps for s in assemble(groups, NOW, recipe(**PPO, overlong={"soft": 0.5})).batch.minibatches[0])
+    (steps, _) = (s.steps for s in assembled(groups, NOW, recipe(**PPO, overlong={"soft": 0.5})).batch.minibatches[0])
     assert steps is not None and steps.rewards == (0.0, 0.0, 0.0, 0.0)
-    assert {s.steps for s in assemble(groups, NOW, recipe()).batch.minibatches[0]} == {None}
+    assert {s.steps for s in assembled(groups, NOW, recipe()).batch.minibatches[0]} == {None}
 
 
 def test_equal_rewards_keep_their_group_for_a_critic() -> None:
@@ -205,7 +214,7 @@ TAUGHT = group("g", response("a", 1.0, 1, 3, 3, observed=(2,)), response("b", 0.
     [("none", (0.0, 0.0, 0.0), 0.0), ("dr_grpo", (0.0, 1.0, 0.0), 2.0)],  # a teacher alone; mixed with the reward
 )
 def test_a_teacher_judges_the_fresh_tokens_that_the_policy_wrote(advantage: str, rl: tuple, rl_denominator: float) -> None:
-    made = assemble([TAUGHT], NOW, recipe(distill=TEACHER, advantage=advantage))
+    made = assembled([TAUGHT], NOW, recipe(distill=TEACHER, advantage=advantage))
     samples = by_name(made.batch)
     assert samples["a"].distill == (0.0, 1.0, 0.0) and samples["b"].distill == (1.0,)
     assert made.batch.distill_denominators == (2.0,)
@@ -224,7 +233,7 @@ def test_the_policy_gradient_form_is_an_advantage_per_token(advantage: str, of_r
     gap = gaps([TAUGHT], [[-2.0, -0.5, -9.0], [-0.7]])
     assert gap["a"] == pytest.approx((1.5, -0.5, 0.0)) and gap["b"] == pytest.approx((0.2,))
     taught = recipe(distill={**TEACHER, "form": "policy_gradient"}, advantage=advantage)
-    made = assemble([TAUGHT], NOW, taught, gap_of_sample=gap)
+    made = assembled([TAUGHT], NOW, taught, gap_of_sample=gap)
     samples, (a, b) = by_name(made.batch), of_rewards
     assert samples["a"].advantages == pytest.approx((a - 0.75, a + 0.25, a)) and samples["b"].advantages == pytest.approx(
         (b - 0.1,)
@@ -249,6 +258,23 @@ def test_samples_for_the_reference_are_whole() -> None:
     assert sample.input_ids == (5, 6, 47, 4, 5) and sample.rl == (0.0, 0.0)
 
 
+def test_an_empty_response_is_not_scored_and_has_no_gaps() -> None:
+    """A row cannot hold it: nothing of it is predicted."""
+    groups = [group("g", response("a", 1.0, 1, 3), empty := replace(response("b", 0.5, 1), **EMPTY), response("c", 0.0, 3))]
+    samples = samples_of(groups)
+    assert [sample.sample_id for sample in samples] == ["a", "c"]
+    assert pack(samples).lengths == (2, 1)
+    assert empty.token_ids == () and gaps(groups, [[-1.0, -1.0], [-1.0]]) == {"a": (0.5, 0.0), "b": (), "c": (0.5,)}
+    made = assembled(
+        groups,
+        NOW,
+        recipe(kl={"coefficient": 0.2, "placement": "reward", "estimator": "k1"}),
+        Penalty(0.2, gaps(groups, [[-1.0, -1.0], [-1.0]])),
+    )
+    assert [record["outcome"] for record in made.records] == ["trained", "stale", "trained"]
+    assert [record["reward"] for record in made.records] == pytest.approx([0.9, 0.5, -0.1])
+
+
 def test_a_record_has_runs() -> None:
     trajectory = response("g#0", 1.0, 1, 1, 2, 3, observed=(0,))
     record = sample_record(group("g", trajectory), trajectory, 0.25, (0.0, 0.0, 1.0, 1.0), NOW, "trained")
@@ -270,14 +296,33 @@ def test_a_record_has_runs() -> None:
         "rewards": {"exact": 1.0},
         "advantage": 0.25,
         "status": "eos",
+        "draft": {"rounds": 0, "drafted": 0, "accepted": 0},
         "outcome": "trained",
     }
+
+
+def metrics_of(groups: list[Group], schedule: Schedule) -> dict[str, Any]:
+    masks = {t.sample_id: loss_mask(t, NOW, schedule) for g in groups for t in g.trajectories}
+    return values(staleness_metrics(groups, masks, NOW, schedule))
+
+
+def test_the_tokens_of_a_response_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    fresh = staleness.fresh
+
+    def counted(trajectory: Trajectory, *arguments: Any) -> Any:
+        judged.append(trajectory.sample_id)
+        return fresh(trajectory, *arguments)
+
+    monkeypatch.setattr(staleness, "fresh", counted)
+    assembled([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 1, 1))], NOW, recipe())
+    assert judged == ["a", "b"]
 
 
 def test_staleness_metrics_count_the_tokens_that_the_policy_wrote() -> None:
     """Learner at 3, bound 1.  Lags: a 2, 1, 0, 0 (KV lag 2 each), b 1 (its first token, of lag 3, was observed; KV lag 3)."""
     groups = [group("g", response("a", 1.0, 1, 2, 3, 3), response("b", 0.0, 0, 2, observed=(0,)))]
-    metrics = values(staleness_metrics(groups, NOW, Schedule(max_staleness=1)))
+    metrics = metrics_of(groups, Schedule(max_staleness=1))
     expected = {
         "staleness/token_mean": 4 / 5,
         "staleness/token_max": 2,
@@ -305,14 +350,14 @@ def test_lags_are_stamped_across_attempts() -> None:
     resumed = replace(
         response("a", 1.0, 1, 2, 3), policy_versions=(WeightVersion(0, 1), WeightVersion(0, 2), WeightVersion(1, 3))
     )
-    made = assemble([group("g", resumed, response("b", 0.0, 3))], WeightVersion(1, 3), recipe(bound=2))
+    made = assembled([group("g", resumed, response("b", 0.0, 3))], WeightVersion(1, 3), recipe(bound=2))
     assert by_name(made.batch)["a"].lag == (2, 1, 0)
 
 
 def test_weights_fall_with_the_lag_up_to_the_bound() -> None:
     """lag_decay 1/2, bound 1: lags 2, 1, 0 weigh 0 (stale), 1/2, 1; the denominator counts the two fresh tokens and b's."""
     decaying = recipe(schedule={"lag_decay": 0.5})
-    made = assemble([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 3))], NOW, decaying)
+    made = assembled([group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 3))], NOW, decaying)
     assert by_name(made.batch)["a"].rl == (0.0, 0.5, 1.0) and made.batch.rl_denominators == (3.0,)
 
 
@@ -325,12 +370,12 @@ OLD_CACHE = [
 
 def test_tokens_that_attended_to_old_kv_entries_weigh_nothing() -> None:
     """max_kv_lag 2: a keeps its two fresh tokens, d has none any more.  Denominator: a 2, b 2, c 1, e 1."""
-    made = assemble(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 2}))
+    made = assembled(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 2}))
     samples = by_name(made.batch)
     assert samples["a"].rl == (0.0, 1.0, 1.0) and set(samples) == {"a", "b", "c", "e"}
     assert made.batch.rl_denominators == (6.0,)
     assert {record["sample_id"]: record["outcome"] for record in made.records}["d"] == "stale"
-    tighter = assemble(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 1}))
+    tighter = assembled(OLD_CACHE, NOW, recipe(schedule={"max_kv_lag": 1}))
     assert set(by_name(tighter.batch)) == {"b", "c", "e"} and tighter.batch.rl_denominators == (4.0,)
     assert samples["a"].advantages == pytest.approx([2 / 3] * 3), "every sibling counts in the statistics"
 
@@ -338,7 +383,7 @@ def test_tokens_that_attended_to_old_kv_entries_weigh_nothing() -> None:
 def test_weights_fall_with_the_lag_of_the_kv_entries() -> None:
     """1/2 per version of lag, 1/4 per version of KV lag: a's fresh tokens of lags 1 and 0 and KV lag 2 weigh 1/32 and 1/16;
     d's last token 1/64.  The denominator counts them all alike: a 2, b 2, c 1, d 1, e 1."""
-    made = assemble(OLD_CACHE, NOW, recipe(schedule={"lag_decay": 0.5, "kv_lag_decay": 0.25}))
+    made = assembled(OLD_CACHE, NOW, recipe(schedule={"lag_decay": 0.5, "kv_lag_decay": 0.25}))
     samples = by_name(made.batch)
     assert samples["a"].rl == (0.0, 1 / 32, 1 / 16) and samples["b"].rl == (1 / 8, 1 / 4)
     assert samples["d"].rl == (0.0, 1 / 64) and made.batch.rl_denominators == (7.0,)
@@ -349,7 +394,7 @@ def test_metrics_tell_what_old_kv_entries_mask() -> None:
 
     KV lags: 3 × 2 + 2 × 1 + 0 + 2 × 3 + 0 = 14.  What is left has lags 1 and 0 (b), 0 (c), 0 (e).
     """
-    metrics = values(staleness_metrics(OLD_CACHE, NOW, Schedule(max_staleness=1, max_kv_lag=1)))
+    metrics = metrics_of(OLD_CACHE, Schedule(max_staleness=1, max_kv_lag=1))
     assert metrics["staleness/masked_frac"] == pytest.approx(5 / 9)
     assert metrics["staleness/kv_masked_frac"] == pytest.approx(3 / 9)
     assert metrics["staleness/kv_mean"] == pytest.approx(14 / 9) and metrics["staleness/kv_max"] == 3
@@ -364,6 +409,21 @@ def test_the_soft_overlong_punishment(written: int, reward: float) -> None:
     assert overlong_reward(response("a", 1.0, *[3] * written), 4, 0.5) == pytest.approx(reward)
 
 
+def test_a_context_shorter_than_all_turns_is_the_limit_of_a_response() -> None:
+    """8 turns of 4 tokens do not fit into a context of 4, and no response gets further: there the punishment is whole.
+
+    The denominator of ``constant`` follows: 2 responses of 4 tokens.
+    """
+    turns = recipe(overlong={"soft": 0.5}, reduction="constant")
+    environment = turns.rollout.environment.model_copy(update={"name": "calculator"})
+    turns = turns.model_copy(update={"rollout": turns.rollout.model_copy(update={"environment": environment})})
+    groups = [group("g", response("a", 1.0, 3, 3, 3, 3), response("b", 1.0, 3))]
+    made = assembled(groups, NOW, turns, context=4)
+    assert [record["reward"] for record in made.records] == [0.0, 1.0]
+    assert made.batch.rl_denominators == (8.0,)
+    assert [record["reward"] for record in assembled(groups, NOW, turns).records] == [1.0, 1.0], "of 32"
+
+
 def test_overlong_responses_count_in_the_statistics_and_train_nothing() -> None:
     """c was cut off after 4 of 4 tokens: reward 1 − 1 = 0, mean (1 + 0 + 0) / 3 = 1/3, advantages 2/3, −1/3; no weight for c.
 
@@ -372,7 +432,7 @@ def test_overlong_responses_count_in_the_statistics_and_train_nothing() -> None:
     cut = replace(response("c", 1.0, 3, 3, 3, 3), status="length")
     stale = replace(response("d", 0.0, 0, 0), status="length")
     groups = [group("g", response("a", 1.0, 3, 3), response("b", 0.0, 3), cut), group("h", response("e", 1.0, 3), stale)]
-    made = assemble(groups, NOW, recipe(overlong={"filter": True, "soft": 0.5}))
+    made = assembled(groups, NOW, recipe(overlong={"filter": True, "soft": 0.5}))
     samples = by_name(made.batch)
     assert set(samples) == {"a", "b", "e"} and made.batch.rl_denominators == (4.0,)
     assert samples["a"].advantages == pytest.approx([2 / 3] * 2) and samples["b"].advantages == pytest.approx([-1 / 3])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.services import find_gcs_addresses
 
 COMMANDS = ("run", "validate", "resume", "eval", "export", "report", "audit", "doctor")
 GOOD = "name: trial\nmodel: {path: 'builtin:tiny'}\ndata: {source: 'builtin:number_sorting'}\n"
@@ -45,6 +46,26 @@ def test_all_mistakes_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
         assert key in told, f"{key} is missing in: {told}"
     assert "source" in told.split("data.sorce")[1], "did you mean source?"
     assert slipstream("run", file, cwd=tmp_path).returncode == 2 and not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_ends_with_2_and_a_fault_of_ours_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slipstream.cluster import cli
+    from slipstream.core.mistakes import UserError
+
+    def fails(problem: Exception) -> None:
+        def app() -> None:
+            raise problem
+
+        monkeypatch.setattr(cli, "app", app)
+        cli.main()
+
+    with pytest.raises(SystemExit) as ended:
+        fails(UserError("schedule.steps: got -5"))
+    assert ended.value.code == 2 and "schedule.steps: got -5" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="shorter"):
+        fails(ValueError("zip() argument 2 is shorter than argument 1"))
 
 
 def test_validate_says_what_it_has_not_looked_at(recipe: Path) -> None:
@@ -96,6 +117,8 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(recipe: Path) -> None:
 
 
 def test_a_ray_that_does_not_start_is_told_without_a_traceback(recipe: Path) -> None:
+    if find_gcs_addresses():
+        pytest.skip("a Ray runs on this machine, and would be found")
     done = slipstream("run", recipe, "cluster.address=auto", cwd=recipe.parent)
     told = " ".join(done.stderr.split())
     assert done.returncode == 1 and "Ray did not start" in told and "Traceback" not in told, done.stderr

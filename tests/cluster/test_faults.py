@@ -57,6 +57,8 @@ def test_ctrl_c_ends_the_step_and_keeps_a_checkpoint(interrupted: Any) -> None:
     assert (summary["status"], summary["error"]) == ("interrupted", None)
     newest = max(path.name for path in (interrupted.run / "checkpoints").glob("step-*"))
     commits = interrupted.events("commit")
+    kept = [event["batch"] for event in interrupted.events("checkpoint")]
+    assert kept == [commit["batch"] for commit in commits], "each batch once, the last one too"
     assert newest == f"step-{summary['version']:08d}" and commits[-1]["batch"] == summary["version"]
     assert "slipstream resume runs/story\n" in interrupted.output()
     assert summary["staleness"]["trained_token_max"] <= 1 and summary["staleness"]["masked_frac"] == 0.0, "drop masks nothing"

@@ -57,7 +57,7 @@ def test_the_learner_is_asked_for_its_weights_before_a_next_step_can_reach_it(tm
 
 
 def test_a_publication_is_measured_once(tmp_path: Path) -> None:
-    """Weights after every second step only: pauses of 0.1, 0.2 and 0.3 s, each counted once."""
+    """Weights after every second step only: pauses of 0.1, 0.2 and 0.3 s, each counted once; five came before this attempt."""
     pauses = iter([0.1, 0.2, 0.3])
 
     class Timed:
@@ -75,12 +75,13 @@ def test_a_publication_is_measured_once(tmp_path: Path) -> None:
 
     async def story(telemetry: Telemetry) -> None:
         flow = Flow(Schedule(max_staleness=1, groups_per_step=1, group_size=2), WeightVersion(0, 0))
-        publisher = Publisher(Timed(), flow, telemetry, confirmed)
+        publisher = Publisher(Timed(), flow, telemetry, confirmed, count=5)
         for batch in range(1, 8):
             telemetry.step(batch, publisher.metrics())
             if batch % 2 == 0:
                 flow.learner = WeightVersion(0, batch)
                 await publisher.publish(flow.learner)
+        assert publisher.count == 8
 
     with RunDirectory.create(tmp_path, RECIPE) as run:
         asyncio.run(story(telemetry := Telemetry(run, "trial", [])))

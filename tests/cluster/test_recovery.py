@@ -7,18 +7,24 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
+from slipstream.cluster import controller as controller_module
 from slipstream.cluster import recovery, usage
 from slipstream.cluster.actors import EngineStats
+from slipstream.cluster.controller import Controller
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
-from slipstream.cluster.launch import _write_ending
+from slipstream.cluster.flow import Flow
+from slipstream.cluster.launch import RunFailed, _write_ending, as_told
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse
@@ -27,9 +33,11 @@ from slipstream.cluster.telemetry import Telemetry, summarise
 from slipstream.cluster.usage import Usage
 from slipstream.core.audit import audit
 from slipstream.core.metrics import Histogram, Max, Mean, Metrics, values
+from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
-from slipstream.core.schema import Model, Recipe
+from slipstream.core.schema import Model, Recipe, Schedule
+from slipstream.rollout.failures import GradingError
 from slipstream.rollout.prompts import PromptTooLong
 from slipstream.trainer.model import resolve_model
 
@@ -86,6 +94,17 @@ def test_a_group_survives_the_checkpoint(prompt: Any) -> None:
     group = a_group(prompt)
     plain = json.loads(json.dumps(recovery.encode_group(group)))
     assert recovery.decode_group(plain, lambda *place: {(2, 7): group.task}[place]) == group
+
+
+def test_a_batch_is_saved_once() -> None:
+    """At the end of a run whose last batch has a checkpoint, and of a resume that had nothing to do."""
+    controller: Any = object.__new__(Controller)
+    controller.flow, controller.cursor = Flow(Schedule(), WeightVersion(1, 9)), None
+    controller.saved_batch = 9
+    asyncio.run(recovery.save(controller))  # else it would ask for the recipe, the telemetry and the learner
+    controller.saved_batch = 8
+    with pytest.raises(AttributeError):
+        asyncio.run(recovery.save(controller))
 
 
 def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(tmp_path: Path, recipe: Recipe) -> None:
@@ -218,7 +237,7 @@ def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> Non
     assert found["staleness"]["token_max"] == 2 and found["staleness"]["trained_token_max"] == 1
     assert found["offpolicy"]["ratio_max"] == 3.0 and found["offpolicy"]["ess_mean"] == 0.5
     assert found["weights"]["pause_s_p50"] == 0.02 and found["weights"]["publishes"] == 4
-    assert found["ledger"] == {**LEDGER, "duplicates": 0} and found["faults"]["learner_restarts"] == 1
+    assert found["ledger"] == LEDGER and found["faults"]["learner_restarts"] == 1
     assert [line["step"] for line in run.read("metrics").records] == [1, 2, 3]
 
 
@@ -267,6 +286,26 @@ def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: 
         recovery._reference(recipe(other, refresh_every=5), policy)
     assert recovery._reference(recipe(other), policy) == str(other), "as a reference that stays it will do"
     assert recovery._reference(recipe(policy, refresh_every=5), policy) == str(policy)
+
+
+def test_a_reference_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Its log-probs would be those of other tokens: a KL that looks like any other."""
+    policy = resolve_model(Model(path="builtin:tiny"), 0, tmp_path)
+    swapped = shutil.copytree(policy, tmp_path / "swapped")
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    recipe = Recipe.model_validate(
+        {
+            "name": "trial",
+            "model": {"path": str(policy), "reference": str(swapped)},
+            "data": {"source": "builtin:number_sorting"},
+            "algo": {"kl": {"coefficient": 0.1}},
+        }
+    )
+    with pytest.raises(ValueError, match=r"model\.reference: .* differs from the policy's .* in 2 tokens: 'a' is 15, not 14"):
+        recovery._reference(recipe, policy)
 
 
 def answer(reward: float) -> Trajectory:
@@ -332,6 +371,67 @@ def test_the_cause_is_told_and_not_its_wrappings() -> None:
     outer.add_note("while it was late")
     group = BaseExceptionGroup("a", [outer, KeyError("later")])
     assert cause(group) is inner and describe(group) == "ValueError: the reason (while it was late)"
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "told", "traced"),
+    [
+        (UserError("data.source: got x"), UserError, "data.source: got x", False),
+        (RunFailed("an engine's process 7 died"), RunFailed, "an engine's process 7 died", False),
+        (ValueError("zip() argument 2 is shorter"), RunFailed, "ValueError: zip() argument 2 is shorter", True),
+    ],
+)
+def test_only_a_users_mistake_is_told_as_one(
+    problem: Exception, kind: type[Exception], told: str, traced: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = ray.exceptions.RayTaskError("run", "the remote traceback", problem)
+    ended = as_told(failure)
+    assert type(ended) is kind and str(ended) == told
+    assert ("the remote traceback" in capsys.readouterr().err) == traced
+
+
+def test_a_failed_group_is_counted_by_its_reason(run: RunDirectory, recipe: Recipe) -> None:
+    """Through Ray the failure comes as an exception of two classes whose text is a remote traceback."""
+    told = GradingError("scores:faulty/raised", "RuntimeError: no opinion on 1")
+    remote = ray.exceptions.RayTaskError("sample", "\x1b[36mray::RolloutActor.sample()\x1b[39m\nTraceback …", told)
+
+    class Failing:
+        def pick(self, version: WeightVersion) -> None:
+            return None
+
+        async def sample(self, *_: Any) -> Group:
+            raise remote.as_instanceof_cause()
+
+    controller: Any = object.__new__(Controller)
+    controller.recipe, controller.fleet, controller.pulse = recipe, Failing(), Pulse()
+    controller.flow, controller.telemetry = Flow(recipe.schedule, WeightVersion(0, 0)), Telemetry(run, "trial", [])
+    controller.places, controller._idle_groups = {"train/2/7": (2, 7)}, 0
+    task = a_group("1<").task
+    asyncio.run(controller._group(task, (5, 47), controller.flow.dispatch(task.id, 8)))
+    (event,) = run.read("events").records
+    assert (event["kind"], event["reason"]) == ("failed", "scores:faulty/raised")
+    assert event["detail"] == "RuntimeError: no opinion on 1"
+
+
+def test_a_batch_is_assembled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    """A second for a million tokens, in which no group could arrive and no health be checked."""
+    threads: list[threading.Thread] = []
+
+    def recorded(groups: Any, version: WeightVersion, recipe: Recipe, context: int, *_: Any) -> None:
+        assert context == 77
+        threads.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(controller_module, "assemble", recorded)
+    controller: Any = object.__new__(Controller)
+    controller.recipe, controller.pulse, controller._stopping = recipe, Pulse(), False
+    controller.parts = SimpleNamespace(context=77)
+    controller.flow = Flow(Schedule(groups_per_step=1, group_size=1), WeightVersion(0, 3))
+    controller.flow.dispatch("train/2/7", 1)
+    controller.flow.finish(a_group("1<"))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(controller._learn())
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_the_end_that_a_dead_controller_could_not_write(run: RunDirectory) -> None:

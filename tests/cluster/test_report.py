@@ -96,6 +96,23 @@ def test_the_page_holds_the_numbers_and_loads_nothing(run: RunDirectory) -> None
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
+@pytest.mark.parametrize(
+    ("summary", "told"),
+    [
+        ({"status": "interrupted", "version": 3, "steps": 100}, "<p>3 of 100 steps · "),
+        ({"status": "failed", "version": 3}, "<p>3 steps · "),  # the driver's, where the controller died
+        (None, "<p>3 steps · "),
+    ],
+)
+def test_the_header_tells_what_was_done_and_not_what_was_planned(
+    run: RunDirectory, summary: dict[str, Any] | None, told: str
+) -> None:
+    fill(run)
+    if summary is not None:
+        run.write_summary(summary)
+    assert told in build_report(run.path).read_text()
+
+
 def test_text_of_models_graders_and_errors_cannot_act(run: RunDirectory) -> None:
     fill(run, text=ATTACK, prompt=ATTACK, sample_id=ATTACK, rewards={ATTACK: 1.0}, status=ATTACK, token_ids=[1] * len(ATTACK),
          behaviour_logprobs=[0.0] * len(ATTACK), versions=[[ATTACK, 0, len(ATTACK)]])  # fmt: skip

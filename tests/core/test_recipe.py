@@ -72,6 +72,33 @@ def test_cross_checks_run_beside_other_mistakes_but_never_on_a_key_that_is_wrong
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        "name: on\nmodel: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: 3}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: 3}\n",
+        "name: ???\nmodel: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: 3\ndata: {source: y}\n",
+        "model: {path: x}\ndata: {source: y}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nwarm_start: {steps: 0}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nreward: {parts: [{function: 1}]}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nalgo: {correction: {icepop: {low: 0.5}}}\n",
+        "name: n\nmodel: {path: x}\ndata: {source: y}\nseed: x\n",
+    ],
+)
+def test_a_wrong_required_key_hides_no_rule_between_the_others(tmp_path: Path, wrong: str) -> None:
+    text = f"{wrong}schedule: {{group_size: 500}}\nrollout: {{sampling: {{seeded: true}}, speculation: {{method: suffix}}}}\n"
+    keys = [p.removeprefix(p.split(" ")[0] if p[0].isdigit() else "").split(":")[0].strip() for p in problems(tmp_path, text)]
+    assert len(keys) == 3 and {"schedule.group_size", "rollout.speculation.method"} < set(keys), keys
+
+
+def test_a_rule_about_a_wrong_key_of_its_own_section_is_not_told(tmp_path: Path) -> None:
+    """`max_staleness + 1 = 3` would be about the default, which the user never wrote."""
+    text = GOOD + "schedule: {publish_every: 5, max_staleness: x}\n"
+    assert only(tmp_path, text).startswith("5: schedule.max_staleness: got 'x'")
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("group_size: 4", "5: group_size: unknown key; did you mean `schedule.group_size`?"),
@@ -95,6 +122,7 @@ def test_cross_checks_run_beside_other_mistakes_but_never_on_a_key_that_is_wrong
         ("warm_start: {}", "5: warm_start.steps: missing; add `steps: …`"),
         ("seed: [1", "6: not valid YAML: "),
         ("  seed: 1", "5: not valid YAML: "),
+        ("'!!': 1", "5: !!: unknown key"),
         ("seed: &a [*a]", "5: seed: nested too deeply"),
     ],
 )
@@ -236,13 +264,30 @@ def test_a_name_presets_the_rest_and_every_part_can_be_set(tmp_path: Path) -> No
     assert (algo.clip_low, algo.clip_high, algo.overlong.filter, algo.overlong.soft) == (0.2, 0.28, False, 0.2)
 
 
+def test_one_key_of_an_optimizer_leaves_the_defaults_of_its_section(tmp_path: Path) -> None:
+    text = (
+        GOOD
+        + "algo: {name: ppo, critic: {optimizer: {warmup_steps: 5}}}\nwarm_start: {steps: 2, optimizer: {warmup_steps: 20}}\n"
+    )
+    recipe = load_recipe([write(tmp_path, text)], ["trainer.optimizer.warmup_steps=7"])
+    assert recipe.algo.critic is not None and recipe.warm_start is not None
+    found = [
+        o.model_dump(include={"lr", "schedule", "warmup_steps"})
+        for o in (recipe.algo.critic.optimizer, recipe.warm_start.optimizer, recipe.trainer.optimizer)
+    ]
+    assert found == [
+        {"lr": 1e-5, "schedule": "constant", "warmup_steps": 5},
+        {"lr": 1e-5, "schedule": "cosine", "warmup_steps": 20},
+        {"lr": 1e-6, "schedule": "constant", "warmup_steps": 7},
+    ]
+
+
 def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None:
     """What ``constant`` divides by and ``overlong.soft`` measures: 10 tokens a turn, and 3 turns where somebody answers."""
     rollout = "rollout: {{sampling: {{max_tokens: 10}}, environment: {{name: {}, max_turns: 3}}}}\n"
     found = [load_recipe([write(tmp_path, GOOD + rollout.format(name))]) for name in ("single_turn", "calculator")]
-    assert [recipe.response_tokens for recipe in found] == [10, 30]
-    short = load_recipe([write(tmp_path, GOOD + rollout.format("calculator"))], ["model.max_length=24"])
-    assert short.response_tokens == 24, "and never more than the context"
+    assert [recipe.response_tokens(2048) for recipe in found] == [10, 30]
+    assert found[1].response_tokens(24) == 24, "and never more than the context"
 
 
 @pytest.mark.parametrize(

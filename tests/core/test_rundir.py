@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,22 @@ def test_rewind_forgets_later_batches_and_keeps_events(tmp_path: Path, recipe: R
         assert [r["step"] for r in run.read("metrics").records] == [1, 2, 3, 4]
         assert [r["batch"] for r in run.read("samples").records] == [1, 1, 2, 2, 3, 3]
         assert len(run.read("events").records) == 5
+
+
+def test_rewind_holds_one_record_at_a_time(tmp_path: Path, recipe: Recipe) -> None:
+    """Samples of a long run are gigabytes: here 4 MB, of which a megabyte goes."""
+    with RunDirectory.create(tmp_path, recipe) as run:
+        for batch in range(1, 5):
+            for number in range(100):
+                run.append("samples", {"batch": batch, "number": number, "text": "ä" * 5_000})
+        before = run.stream_file("samples").read_bytes()
+        tracemalloc.start()
+        dropped = run.rewind(3)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert dropped == {"metrics": 0, "samples": 100}
+        assert run.stream_file("samples").read_bytes() == before[: 3 * len(before) // 4]
+        assert peak < 400_000, f"{peak} bytes at once"
 
 
 def test_two_processes_never_write_one_run_and_a_killed_one_leaves_no_lock(tmp_path: Path, recipe: Recipe) -> None:

@@ -112,7 +112,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_weights_change_in_the_middle_of_responses(tiny: Running) -> None:
-    """Five updates while 256 requests are under way: spans of several versions, in order, none of them unknown."""
+    """Five updates while 256 requests are under way: spans of several versions, in order, none of them unknown.
+
+    Every KV version of a response is the one under which its request was admitted, as seen between two updates.
+    """
+    admitted: dict[str, WeightVersion] = {}
 
     async def story() -> list[Completion]:
         start = tiny.engine.sampled_tokens
@@ -120,14 +124,17 @@ def test_weights_change_in_the_middle_of_responses(tiny: Running) -> None:
         while tiny.engine.sampled_tokens == start:
             await asyncio.sleep(0.01)
         for seed in range(5):
+            admitted.update(tiny.engine.admitted)
             await tiny.update(seed)
         return await answers
 
     answers = tiny.run(story())
+    assert len(admitted) >= 64
     assert any(len(set(a.versions)) >= 2 for a in answers), "no response holds tokens of two versions"
-    for answer in answers:
+    for number, answer in enumerate(answers):
         assert list(answer.versions) == sorted(answer.versions)
-        assert set(answer.kv_versions) <= {min(answer.versions)} or min(answer.kv_versions) <= min(answer.versions)
+        (kv_version,) = set(answer.kv_versions)
+        assert kv_version == admitted.get(f"middle-{number}", kv_version) <= min(answer.versions)
         assert len(answer.token_ids) == len(answer.logprobs) <= 48
 
 

@@ -119,7 +119,7 @@ def test_damage_is_named_and_passed_over_with_a_warning(tmp_path: Path, damage: 
         latest(tmp_path)
 
 
-def publish_and_die(root: Path, at: int) -> int:
+def publish_and_die(root: Path, step: int, at: int) -> int:
     """Publish in a child process that dies at its ``at``-th call that changes the file system.  Its exit status: 33, or 0."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -137,13 +137,14 @@ def publish_and_die(root: Path, at: int) -> int:
     try:
         for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink"):
             setattr(os, name, crashing(getattr(os, name)))
-        publish(root, 2, keep=1, content="new")
+        publish(root, step, keep=1, content="new")
         status = 0
     finally:
         os._exit(status)
 
 
-def test_a_crash_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
+def test_a_crash_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path, step: int) -> None:
     """The writer dies at its first, second, … call that changes the file system, until it comes through.
 
     Before the renaming of LATEST the old checkpoint counts, after it the new one.  Each is valid wherever it counts, no
@@ -153,13 +154,19 @@ def test_a_crash_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     for at in range(100):
         root = tmp_path / str(at)
         old = publish(root, 1, keep=1, content="old")
-        status = publish_and_die(root, at)
+        status = publish_and_die(root, step, at)
         assert status in (0, 33)
         found, warnings = latest(root)
         assert found is not None
         assert warnings == []
         seen.append((found / LEARNER / "model" / "weights").read_text())
         assert seen[-1] == ("old" if found == old else "new")
+        if at % 2:  # an attempt that begins where the last one ended
+            publish(root, step, keep=2, content="third")
+            found, warnings = latest(root)
+            assert found is not None and warnings == []
+            assert (found / LEARNER / "model" / "weights").read_text() == "third"
+            assert len([name for name in names(root) if f"step-{step:08d}" in name]) == 1
         publish(root, 3, keep=1)
         assert names(root) == [LATEST, "step-00000003"]
         if status == 0:

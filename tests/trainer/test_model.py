@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from slipstream.core import schema
+from slipstream.trainer import model as models
 from slipstream.trainer.model import context_length, eos_token_ids, load_policy, load_tokenizer, resolve_model
 
 
@@ -58,7 +60,38 @@ def test_a_second_resolution_takes_the_cached_folder(tmp_path: Path) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_model(model("builtin:tiny"), 3, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == ["builtin-tiny-3"]
+    assert [p for p in tmp_path.iterdir() if p.suffix != ".lock"] == [folder]
+
+
+def test_another_tiny_model_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve_model(model("builtin:tiny"), 3, tmp_path)
+    monkeypatch.setitem(models.TINY_CONFIG, "max_position_embeddings", 4096)
+    assert context_length(resolve_model(model("builtin:tiny"), 3, tmp_path)) == 4096
+    assert context_length(folder) == 2048
+
+
+def test_another_version_of_a_distribution_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(version: str) -> None:
+        for name in ("1.0", "1.1"):
+            shutil.rmtree(tmp_path / "site" / f"gguf_of_the_test-{name}.dist-info", ignore_errors=True)
+        info = tmp_path / "site" / f"gguf_of_the_test-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gguf-of-the-test\nVersion: {version}\n")
+        (info / "RECORD").write_text("weights.gguf,,\n")
+
+    def unpacked(out: Path, gguf: Path) -> None:
+        models._write_tiny(out, 0)
+        built.append(gguf.name)
+
+    built: list[str] = []
+    monkeypatch.setattr(models, "_write_from_gguf", unpacked)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    folders = []
+    for version in ("1.0", "1.1", "1.1"):
+        install(version)
+        importlib.invalidate_caches()
+        folders.append(resolve_model(model("pip:gguf-of-the-test"), 0, tmp_path / "cache"))
+    assert built == ["weights.gguf"] * 2 and folders[0] != folders[1] == folders[2]
 
 
 @pytest.mark.parametrize(
