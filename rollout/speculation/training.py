@@ -148,11 +148,10 @@ def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]
         {
             "hidden_size": training.hidden_size,
             "intermediate_size": 4 * training.hidden_size,
-            "num_hidden_layers": training.layers,
+            **_depth(policy.config, training.layers),
             "num_attention_heads": training.heads,
             "num_key_value_heads": training.heads,
             "head_dim": training.hidden_size // training.heads,
-            "layer_types": None,
         }
     )
     return DraftModel(AutoModelForCausalLM.from_config(smaller, dtype=torch.float32))
@@ -166,11 +165,17 @@ def first_layers(policy: Any, count: int) -> Any:
             f"rollout.speculation.training.first_layers: got {count}, expected 1 to {config.num_hidden_layers - 1}: the policy "
             f"has {config.num_hidden_layers}"
         )
-    config.update({"num_hidden_layers": count, "layer_types": None})
+    config.update(_depth(config, count))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing = model.load_state_dict(policy.state_dict(), strict=False).missing_keys
     assert not missing, f"the policy has no {missing}"
     return model
+
+
+def _depth(config: Any, count: int) -> dict[str, Any]:
+    """What a configuration says of ``count`` layers: those of the policy's kinds, in its order."""
+    kinds = getattr(config, "layer_types", None)
+    return {"num_hidden_layers": count} | ({"layer_types": (kinds * count)[:count]} if kinds else {})
 
 
 def _features(given: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:

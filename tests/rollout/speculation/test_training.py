@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.eagle3 import new_head
-from slipstream.rollout.speculation.training import DraftModel, Eagle3, Sample, Settings, expected_acceptance, look, train
+from slipstream.rollout.speculation.training import (
+    DraftModel,
+    Eagle3,
+    Sample,
+    Settings,
+    expected_acceptance,
+    look,
+    new_trainee,
+    train,
+)
 
 VOCABULARY = 24
 
@@ -91,6 +102,25 @@ def test_a_head_trains_towards_the_policy_at_the_position_after_its_anchor(polic
     logits_KAV, anchors_A = draft.drafts(look(policy, samples[0], draft.layer_ids), 2)
     assert logits_KAV.shape == (2, 28 - 1 - 2 - 3, VOCABULARY - 2)
     assert anchors_A.tolist() == list(range(4, 26))  # 3 is the last prompt token; the last two steps end with token 27
+
+
+@pytest.mark.parametrize(
+    ("training", "depth"),
+    [
+        ({"hidden_size": 32, "layers": 1, "heads": 2}, 1),
+        ({"hidden_size": 32, "layers": 3, "heads": 2}, 3),
+        ({"first_layers": 1}, 1),
+    ],
+)
+def test_a_draft_model_for_a_policy_that_names_the_kind_of_each_layer(
+    training: dict[str, int], depth: int, tiny: Path, tmp_path: Path
+) -> None:
+    """Qwen3's configuration lists its layers' attention; a saved draft loads, and has as many."""
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    speculation = Speculation.model_validate({"method": "draft_model", "draft": "d", "training": training})
+    new_trainee(speculation, policy, []).save(tmp_path)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert (config.num_hidden_layers, config.layer_types) == (depth, ["full_attention"] * depth)
 
 
 def test_a_rate_that_diverges_says_so(policy: Any, samples: list[Sample]) -> None:
