@@ -132,7 +132,7 @@ def finish(name: str, figures: Mapping[str, Sequence[float]], quick: bool, **set
             "commit": commit(),
             "machine": machine(),
             "versions": versions(),
-            "command": f"python benchmarks/{name}.py{' --quick' if quick else ''}",
+            "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
             "quick": quick,
             **setup,
         },

@@ -9,17 +9,21 @@ trained_tokens_per_s_*            of the training alone
 masked_frac_*, ess_*              tokens beyond the bound; effective sample size of π_prox / π_b
 decoupled_minus_sync_accuracy_eta8   accuracy of `eta8_decoupled` minus that of `sync`
 
-One run per arm and seed; the order of the arms turns around with every seed.
+One run per arm and seed; the order of the arms turns around with every seed.  Draws docs/staleness.svg.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from common import ROOT, Job, arguments, finish, run_job, say, warm_started
 
 RECIPE = str(ROOT / "recipes" / "quickstart.yaml")
+STEPS, WARM_STEPS = 60, 850
 ENOUGH = 0.8
 NONE = "algo.correction={weight: none}"
 DECOUPLED = "algo.correction={weight: token, cap: null}"
@@ -34,18 +38,34 @@ ARMS = {
 
 
 def main() -> None:
-    quick = arguments(__doc__).quick
-    seeds, steps, warm_steps = ([0], 20, 850) if quick else ([0, 1, 2], 60, 850)
+    options = arguments(__doc__, extend)
+    seeds, steps = ([0], 20) if options.quick else ([0, 1, 2], options.steps)
+    arms = {arm: ARMS[arm] for arm in options.arms}
     figures: dict[str, list[float]] = defaultdict(list)
+    curves: dict[str, list[dict[int, float]]] = defaultdict(list)
     for seed in seeds:
-        model = str(warm_started(RECIPE, seed, warm_steps))
-        for arm in ARMS if seed % 2 == 0 else reversed(ARMS):
-            record(figures, arm, run_arm(arm, seed, steps, model), steps)
+        model = str(warm_started(RECIPE, seed, WARM_STEPS))
+        for arm in arms if seed % 2 == 0 else reversed(arms):
+            job = run_arm(arm, seed, steps, model)
+            record(figures, arm, job, steps)
+            curves[arm].append(scores(job))
             say(f"seed {seed}, {arm}: accuracy {figures[f'accuracy_{arm}'][-1]:.3f}, lag {figures[f'token_lag_{arm}'][-1]:.2f}")
-        figures["decoupled_minus_sync_accuracy_eta8"].append(
-            figures["accuracy_eta8_decoupled"][-1] - figures["accuracy_sync"][-1]
-        )
-    finish("staleness", figures, quick, recipe="recipes/quickstart.yaml", arms=ARMS, steps=steps, warm_steps=warm_steps)
+        if {"sync", "eta8_decoupled"} <= arms.keys():
+            figures["decoupled_minus_sync_accuracy_eta8"].append(
+                figures["accuracy_eta8_decoupled"][-1] - figures["accuracy_sync"][-1]
+            )
+    name = "staleness" if steps == STEPS else f"staleness_{steps}"
+    if not options.quick:
+        draw(curves, ROOT / "docs" / f"{name}.svg")
+    setup = {"recipe": "recipes/quickstart.yaml", "arms": arms, "steps": steps, "warm_steps": WARM_STEPS, "curves": curves}
+    finish(name, figures, options.quick, **setup)
+
+
+def extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"of every arm (default {STEPS}); others have a result of their own"
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
 
 
 def run_arm(arm: str, seed: int, steps: int, model: str) -> Job:
@@ -65,8 +85,7 @@ def run_arm(arm: str, seed: int, steps: int, model: str) -> Job:
 
 
 def record(figures: dict[str, list[float]], arm: str, job: Job, steps: int) -> None:
-    evaluations = {event["step"]: event["score"] for event in job.events if event["kind"] == "eval"}
-    reached = [step for step, score in sorted(evaluations.items()) if score >= ENOUGH]
+    reached = [step for step, score in scores(job).items() if score >= ENOUGH]
     summary = job.summary
     figures[f"accuracy_before_{arm}"].append(summary["eval"]["before"])
     figures[f"accuracy_{arm}"].append(summary["eval"]["after"])
@@ -75,6 +94,28 @@ def record(figures: dict[str, list[float]], arm: str, job: Job, steps: int) -> N
     figures[f"token_lag_{arm}"].append(summary["staleness"]["token_mean"])
     figures[f"masked_frac_{arm}"].append(summary["staleness"]["masked_frac"])
     figures[f"ess_{arm}"].append(fmean(line["offpolicy/ess"] for line in job.metrics))
+
+
+def scores(job: Job) -> dict[int, float]:
+    """Held-out accuracy by step."""
+    return dict(sorted((event["step"], event["score"]) for event in job.events if event["kind"] == "eval"))
+
+
+def draw(curves: Mapping[str, Sequence[Mapping[int, float]]], file: Path) -> None:
+    """Accuracy over steps: the mean over seeds, and the band between the lowest and the highest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for arm, of_seeds in curves.items():
+        steps = sorted(of_seeds[0])
+        columns = [[curve[step] for curve in of_seeds] for step in steps]
+        (line,) = axes.plot(steps, [fmean(column) for column in columns], label=arm)
+        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.12)
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(file)
 
 
 if __name__ == "__main__":
