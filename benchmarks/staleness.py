@@ -62,9 +62,7 @@ def main() -> None:
 
 
 def extend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"of every arm (default {STEPS}); others have a result of their own"
-    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of every arm (default {STEPS})")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
 
 
