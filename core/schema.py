@@ -41,7 +41,8 @@ class Data(Section):
 
     ``source``: ``builtin:number_sorting``, ``builtin:guess_number``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet``
     file, or a folder saved by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns
-    (``reward_model.ground_truth``) are recognised.
+    (``reward_model.ground_truth``) are recognised.  A text prompt gets the special tokens that the model's tokenizer adds by
+    itself and no others, as in TRL: a model that wants a BOS needs a tokenizer that puts it there.
     """
 
     source: str

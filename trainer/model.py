@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -215,8 +215,8 @@ def _write_from_gguf(out: Path, gguf: Path) -> None:
 
 
 def _tiny_version() -> str:
-    """Eight digits that change with the architecture or the vocabulary."""
-    return hashlib.sha256(json.dumps([TINY_CONFIG, TINY_SPECIALS, TINY_ALPHABET]).encode()).hexdigest()[:8]
+    """Eight digits that change with the architecture or the tokenizer."""
+    return hashlib.sha256(json.dumps([TINY_CONFIG, _tiny_backend().to_str()]).encode()).hexdigest()[:8]
 
 
 def _write_tiny(out: Path, seed: int) -> None:
@@ -230,16 +230,25 @@ def _write_tiny(out: Path, seed: int) -> None:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """64 entries: ``<pad>`` 0, ``<bos>`` 1, ``<eos>`` 2, ``<unk>`` 3, then one character each; ``"12<"`` is ``[5, 6, 47]``."""
-    vocabulary = {token: i for i, token in enumerate([*TINY_SPECIALS, *TINY_ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    """64 entries: ``<pad>`` 0, ``<bos>`` 1, ``<eos>`` 2, ``<unk>`` 3, then one character each.
+
+    ``"12<"`` is ``[1, 5, 6, 47]``: it puts the BOS in front by itself, so an exported folder is asked as it was trained.
+    """
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_tiny_backend(),
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _tiny_backend() -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate([*TINY_SPECIALS, *TINY_ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    bos = ("<bos>", vocabulary["<bos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[bos])
+    return tokenizer
