@@ -51,12 +51,16 @@ def _plain(message: object) -> str:
     return escape(str(message))
 
 
-def _recipe(arguments: list[str]) -> tuple[Any, Path]:
-    """The recipe of files and overrides, and the directory of the last file (where user functions may stand)."""
+def _recipe(arguments: list[str], *, draft_to_come: bool = True) -> tuple[Any, Path]:
+    """The recipe of files and overrides, and the directory of the last file (where user functions and data may stand)."""
+    from slipstream.cluster.presence import absent, located
     from slipstream.core.recipe import load_recipe
 
     files = [Path(a) for a in arguments if "=" not in a]
-    return load_recipe(files, [a for a in arguments if "=" in a]), files[-1].resolve().parent if files else Path.cwd()
+    beside = files[-1].resolve().parent if files else Path.cwd()
+    overrides = [a for a in arguments if "=" in a]
+    recipe = load_recipe(files, overrides, lambda found: absent(found, beside, draft_to_come=draft_to_come))
+    return located(recipe, beside), beside
 
 
 @app.command()
@@ -69,7 +73,7 @@ def validate(recipe: RecipeFiles) -> None:
     out.print(f"[green]valid[/]: {found.name}, {found.algo.name} on {found.data.source}, {found.schedule.steps} steps")
     theirs = [found.rollout.environment.name, *(part.function for part in found.reward.parts)]
     if theirs := [name for name in theirs if ":" in name]:
-        out.print(f"{', '.join(theirs)}: imported, and asked for its options, only when the run starts", highlight=False)
+        out.print(f"not checked yet (your code is only imported by `run`): {', '.join(theirs)}", highlight=False)
 
 
 @app.command()
@@ -85,7 +89,7 @@ def run(
     """
     from slipstream.core.rundir import RunDirectory
 
-    found, search_path = _recipe(recipe)
+    found, search_path = _recipe(recipe, draft_to_come=False)
     directory = RunDirectory.create(runs, found)
     directory.close()
     _launch_and_tell(found, directory.path, resume=False, search_path=search_path, quiet=quiet)

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
 from slipstream.core.schema import Recipe
+from slipstream.core.section import Problems
 
 M = TypeVar("M", bound=BaseModel)
 _EXPECTED = {
@@ -65,6 +66,17 @@ def options_of(model: type[M], options: Mapping[str, Any], key: str) -> M:
     except ValidationError as error:
         found = [explain(detail, {}, model)[1] for detail in error.errors(include_url=False)]
         raise UserError("\n".join(f"{key}.{problem}" for problem in found)) from None
+
+
+def gathered(checks: Iterable[Callable[[], object]]) -> Problems:
+    """What the checks raise as UserError, each line of it ``key: problem``."""
+    found: Problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found += [(key, text) for key, _, text in (line.partition(": ") for line in str(error).splitlines())]
+    return found
 
 
 def _expected(error: ErrorDetails) -> str:
