@@ -40,9 +40,10 @@ class Data(Section):
     """Where tasks come from.
 
     ``source``: ``builtin:number_sorting``, ``builtin:guess_number``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet``
-    file, or a folder saved by ``datasets``, in the working directory or else beside the recipe.  TRL columns (``prompt``, ``completion``) and verl columns
-    (``reward_model.ground_truth``) are recognised.  A text prompt gets the special tokens that the model's tokenizer adds by
-    itself and no others, as in TRL: a model that wants a BOS needs a tokenizer that puts it there.
+    file, or a folder saved by ``datasets``, in the working directory or else beside the recipe.  TRL columns (``prompt``,
+    ``completion``) and verl columns (``reward_model.ground_truth``) are recognised.  A text prompt gets the special tokens
+    that the model's tokenizer adds by itself and no others, as in TRL: a model that wants a BOS needs a tokenizer that puts
+    it there.
     """
 
     source: str
