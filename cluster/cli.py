@@ -321,7 +321,7 @@ def doctor() -> None:
     findings = examine()
     for finding in findings:
         mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "bad": "[red]bad[/] "}[finding.level]
-        out.print(f"{mark}  {finding.what}", highlight=False)
+        out.print(f"{mark}  {finding.what}", highlight=False, soft_wrap=True)
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(RUN_ERROR)
 

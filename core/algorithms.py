@@ -188,7 +188,7 @@ class Algo(Section):
     )
     reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
-        description="mean over all tokens; over responses, of their means; constant: sums over the most tokens that they may have",
+        description="mean over all tokens; over responses, of their means; constant: sum over the most tokens they may have",
     )
     kl: KL = Field(default_factory=KL)
     epochs: Positive = Field(1, description="passes over each batch")
