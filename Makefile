@@ -31,7 +31,8 @@ $(STAMP): requirements/cpu.lock
 	touch $@
 
 quickstart: install
-	$(BIN)/slipstream run recipes/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
+	name=quickstart; n=2; while [ -e runs/$$name ]; do name=quickstart-$$n; n=$$((n + 1)); done; \
+	$(BIN)/slipstream run recipes/quickstart.yaml name=$$name
 
 # Whole files go to one of two workers: most of a run's start is one process loading libraries while the others wait.
 PARALLEL := -n 2 --dist loadfile

@@ -183,7 +183,7 @@ def run_trl(name: str, workload: Workload, model: Path, repetition: int, way: Wa
 
 
 def rows_of(recipe: Any, model: Path) -> list[dict[str, str]]:
-    """The recipe's tasks as TRL takes them; the prompt is text that tokenizes to the ids that our policy sees."""
+    """The recipe's tasks as TRL takes them; the tokenizer makes of the text the ids that our policy sees."""
     from slipstream.rollout.prompts import PromptEncoder
     from slipstream.rollout.tasks import open_source
     from slipstream.trainer.model import load_tokenizer
@@ -192,7 +192,7 @@ def rows_of(recipe: Any, model: Path) -> list[dict[str, str]]:
     tokenizer = load_tokenizer(model)
     encoder = PromptEncoder(tokenizer)
     tasks = [source.task(0, position) for position in range(min(len(source), 4096))]
-    rows = [{"prompt": tokenizer.decode(encoder.encode(task)), "answer": str(task.answer)} for task in tasks]
+    rows = [{"prompt": str(task.prompt), "answer": str(task.answer)} for task in tasks]
     assert all(tuple(tokenizer(row["prompt"]).input_ids) == encoder.encode(task) for row, task in zip(rows, tasks, strict=True))
     return rows
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +30,18 @@ USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 RecipeFiles = Annotated[
     list[str], typer.Argument(metavar="RECIPE... [a.b=c ...]", help="YAML files, merged left to right, then overrides")
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart")]
+
+
+def _existing_run(path: Path) -> Path:
+    from slipstream.core.rundir import require_run
+
+    require_run(path, RUNS)
+    return path
+
+
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart", callback=_existing_run)
+]
 
 
 def main() -> None:
@@ -38,11 +52,17 @@ def main() -> None:
     try:
         app()
     except UserError as mistake:
-        err.print(f"[bold red]error:[/] {_plain(mistake)}", highlight=False, soft_wrap=True)
+        _tell("error", mistake)
         sys.exit(USER_ERROR)
     except RuntimeError as failure:
-        err.print(f"[bold red]failed:[/] {_plain(failure)}", highlight=False, soft_wrap=True)
+        _tell("failed", failure)
         sys.exit(RUN_ERROR)
+
+
+def _tell(what: str, problem: Exception) -> None:
+    err.print(f"[bold red]{what}:[/] {_plain(problem)}", highlight=False, soft_wrap=True)
+    for note in getattr(problem, "__notes__", ()):
+        err.print(_plain(note), highlight=False, soft_wrap=True)
 
 
 def _plain(message: object) -> str:
@@ -51,12 +71,33 @@ def _plain(message: object) -> str:
     return escape(str(message))
 
 
-def _recipe(arguments: list[str]) -> tuple[Any, Path]:
-    """The recipe of files and overrides, and the directory of the last file (where user functions may stand)."""
+def _recipe(arguments: list[str], *, draft_to_come: bool = True) -> tuple[Any, Path]:
+    """The recipe of files and overrides, and the directory of the last file (where user functions and data may stand)."""
+    from slipstream.cluster.presence import absent, located
     from slipstream.core.recipe import load_recipe
 
     files = [Path(a) for a in arguments if "=" not in a]
-    return load_recipe(files, [a for a in arguments if "=" in a]), files[-1].resolve().parent if files else Path.cwd()
+    beside = files[-1].resolve().parent if files else Path.cwd()
+    overrides = [a for a in arguments if "=" in a]
+    recipe = load_recipe(files, overrides, lambda found: absent(found, beside, draft_to_come=draft_to_come))
+    return located(recipe, beside), beside
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        out.print(f"slipstream {importlib.metadata.version('slipstream-rl')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _slipstream(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version, and end")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -69,7 +110,7 @@ def validate(recipe: RecipeFiles) -> None:
     out.print(f"[green]valid[/]: {found.name}, {found.algo.name} on {found.data.source}, {found.schedule.steps} steps")
     theirs = [found.rollout.environment.name, *(part.function for part in found.reward.parts)]
     if theirs := [name for name in theirs if ":" in name]:
-        out.print(f"{', '.join(theirs)}: imported, and asked for its options, only when the run starts", highlight=False)
+        out.print(f"not checked yet (your code is only imported by `run`): {', '.join(theirs)}", highlight=False)
 
 
 @app.command()
@@ -85,7 +126,7 @@ def run(
     """
     from slipstream.core.rundir import RunDirectory
 
-    found, search_path = _recipe(recipe)
+    found, search_path = _recipe(recipe, draft_to_come=False)
     directory = RunDirectory.create(runs, found)
     directory.close()
     _launch_and_tell(found, directory.path, resume=False, search_path=search_path, quiet=quiet)
@@ -111,26 +152,53 @@ def resume(
 
 
 def _launch_and_tell(found: Any, path: Path, *, resume: bool, search_path: Path, quiet: bool) -> None:
-    from slipstream.cluster.launch import launch
+    from slipstream.cluster.launch import RunFailed, launch
     from slipstream.cluster.progress import final_table
 
-    summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
+    try:
+        summary = launch(found, path, resume=resume, search_path=search_path, quiet=quiet)
+    except (RunFailed, UserError) as failure:
+        if path.exists():
+            failure.add_note(_where_to_look(path))
+        raise
     stopped = summary["status"] == "interrupted"
     out.print(final_table(summary))
     report_file = _report(path)
     out.print(f"report   {report_file}", soft_wrap=True)
-    checkpoint = sorted((path / "checkpoints").glob("step-*"))
     out.print("next:", style="bold")
     for command in (
-        f"slipstream audit {path}",
-        f"slipstream eval {path}",
-        f"slipstream export {path} {path / 'model'}" if checkpoint else "",
-        f"slipstream resume {path}" + ("" if stopped else f" schedule.steps={2 * found.schedule.steps}"),
+        f"audit {path}",
+        f"eval {path}",
+        f"export {path} {path / 'model'}" if _checkpoints(path) else "",
+        f"resume {path}" + ("" if stopped else f" schedule.steps={2 * found.schedule.steps}"),
     ):
         if command:
-            out.print(f"  {command}", soft_wrap=True, highlight=False)
+            out.print(f"  {_called()} {command}", soft_wrap=True, highlight=False)
     if stopped:
         raise typer.Exit(INTERRUPTED)
+
+
+def _where_to_look(path: Path) -> str:
+    """What a failed run has left, and how it goes on; with its report, if that can be written at all."""
+    lines = [f"run      {path}", f"logs     {path / 'logs'}"]
+    with contextlib.suppress(Exception):  # the report is a courtesy: nothing may hide why the run failed
+        lines.append(f"report   {_report(path)}")
+    if _checkpoints(path):
+        lines += ["next:", f"  {_called()} resume {path}"]
+    return "\n".join(lines)
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    return sorted((path / "checkpoints").glob("step-*"))
+
+
+def _called() -> str:
+    """How to call this command again: by its name where that finds it, otherwise by the path that was used."""
+    program = Path(sys.argv[0])
+    found = shutil.which("slipstream")
+    if program.name != "slipstream" or (found is not None and Path(found).resolve() == program.resolve()):
+        return "slipstream"
+    return os.path.relpath(program) if program.resolve().is_relative_to(Path.cwd()) else str(program)
 
 
 @app.command()
@@ -194,10 +262,17 @@ def evaluate(
 
     [dim]slipstream eval runs/quickstart monitor.eval.size=1000[/]
     """
-    from slipstream.cluster.evaluate_run import evaluate_run
+    from slipstream.cluster.progress import Waiting
 
-    result = evaluate_run(path, overrides or [])
-    out.print(f"{result.metric} {result.score:.4f} (n = {result.n}, failed {result.failed}, {result.seconds:.1f} s)")
+    with Waiting() as waiting:
+        waiting.say("loading")
+        from slipstream.cluster.evaluate_run import evaluate_run
+
+        result = evaluate_run(path, overrides or [], waiting.say)
+    error = "" if result.standard_error is None else f" ± {result.standard_error:.4f}"
+    failed = f", failed {result.failed}" if result.failed else ""
+    how = f"standard error, n = {result.n}{failed}; sampling {result.seconds:.1f} s"
+    out.print(f"{result.metric} {result.score:.4f}{error} ({how})", soft_wrap=True, highlight=False)
 
 
 draft_app = typer.Typer(help="Drafts for speculative decoding.", no_args_is_help=True)
@@ -246,7 +321,7 @@ def doctor() -> None:
     findings = examine()
     for finding in findings:
         mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "bad": "[red]bad[/] "}[finding.level]
-        out.print(f"{mark}  {finding.what}", highlight=False)
+        out.print(f"{mark}  {finding.what}", highlight=False, soft_wrap=True)
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(RUN_ERROR)
 

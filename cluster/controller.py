@@ -34,6 +34,7 @@ from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
+from slipstream.cluster.idle import IdleGroups
 from slipstream.cluster.learners import LearnerGroup
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse, watch
@@ -60,6 +61,7 @@ class Controller:
         self.parts = parts
         self.cursor = parts.cursor
         self.stage = "starting"
+        self.start_s: float | None = None
         place = RunPlace(parts.run_id, str(run.logs), search_path)
         self.fleet = Fleet(recipe, place)
         self.learners = LearnerGroup(recipe, place)
@@ -79,7 +81,7 @@ class Controller:
         self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
         self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()
-        self._idle_groups = 0
+        self._idle = IdleGroups(recipe.schedule.max_idle_groups or 50 * self.flow.groups_per_step)
         self._attempt: asyncio.Task[None] | None = None
         self._loops: asyncio.TaskGroup
         self._stopping = False
@@ -121,12 +123,15 @@ class Controller:
             engines = loops.create_task(self._start_fleet())
             await self.learners.start(self.parts.model_path)
             await self._prepare_learner()
+            self.stage = "waiting for the engines"
             await engines
+            self.stage = "publishing weights"
             await self.transport.connect()
             await self.publisher.publish(self.flow.learner)
             if self.parts.saved is None:
+                self.stage = "evaluating"
                 await self.evaluator.run(0)
-            self.stage = "training"
+            self.stage, self.start_s = "training", time.time() - self.telemetry.started
             stats = await self.fleet.stats()
             self.usage.begin(stats)
             self.drafts.begin([s.drafts for s in stats])
@@ -240,7 +245,7 @@ class Controller:
             assert isinstance(problem, GroupFailed)
             self.flow.fail(task.id)
             self._gone("failed", task.id, size, problem.reason, detail=problem.detail)
-            self._lost(f"failed: {problem}", "Mend what raised it; logs/engine-*.log has the tracebacks")
+            self._idle.failed(problem)
         except GroupAborted:
             self.flow.abandon(task.id)
             self._gone("stale", task.id, size, "aborted: beyond the bound")
@@ -254,26 +259,13 @@ class Controller:
         rewards = [t.reward for t in group.trajectories]
         algo = self.recipe.algo
         if algo.kl_in_reward or self.recipe.teaches or has_signal(rewards, algo.advantage):
-            self._idle_groups = 0
+            self._idle.signal()
             self.flow.finish(group)
             self.telemetry.event("ready", group_id=group.task.id, oldest=str(group.oldest))
             return
         self.flow.filter(group.task.id)
         self._gone("filtered", group.task.id, len(rewards), f"all rewards are {rewards[0]:g}")
-        self._lost(
-            f"had equal rewards, {rewards[0]:g} throughout",
-            "If that is the best reward, the task is solved: lower schedule.steps or take harder tasks; if it is the worst, "
-            "the task is out of reach, or the reward function does not fit the answers",
-        )
-
-    def _lost(self, how: str, advice: str) -> None:
-        """A group that moves nothing.  Raises RuntimeError after too many in a row: the run would go on for ever."""
-        self._idle_groups += 1
-        if self._idle_groups >= (self.recipe.schedule.max_idle_groups or 50 * self.flow.groups_per_step):
-            raise RuntimeError(
-                f"no learning signal from the last {self._idle_groups} groups (schedule.max_idle_groups); "
-                f"the last one {how}. {advice}"
-            )
+        self._idle.equal(rewards[0])
 
     def _gone(self, kind: str, group_id: str, samples: int, reason: str, **more: str) -> None:
         """``reason`` is what such events are counted by."""
@@ -410,6 +402,7 @@ class Controller:
             ledger=self.flow.ledger.as_dict(),
             idle=self.usage.idle(),
             throughput=self.usage.throughput(),
+            start_s=self.start_s,
             publishes=self.publisher.count,
             resumes=self.flow.learner.attempt,
             draft=summarise_drafts(self.recipe.rollout.speculation, self.telemetry),

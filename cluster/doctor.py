@@ -13,11 +13,13 @@ from typing import Literal
 
 import psutil
 
+from slipstream.cluster.staging import leftovers
 from slipstream.rollout.weights import shared_memory_root
 
 LOCKED = {"torch": "2.13", "vllm": "0.32", "ray": "2.60", "deepspeed": "0.19", "transformers": "5.19", "omegaconf": "2.4"}
 """Release lines that the tests ran with."""
-NEEDED_GIB = 8
+NEEDED_GIB = 5
+"""What the quickstart takes over all processes, at its most."""
 SHARED_GIB = 1
 
 
@@ -34,7 +36,9 @@ def examine() -> list[Finding]:
 
 def _python() -> list[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    return [Finding("ok" if (3, 11) <= sys.version_info[:2] < (3, 13) else "bad", f"Python {version} (expected 3.11 or 3.12)")]
+    if (3, 11) <= sys.version_info[:2] < (3, 13):
+        return [Finding("ok", f"Python {version}")]
+    return [Finding("bad", f"Python {version}, expected 3.11 or 3.12")]
 
 
 def _packages() -> list[Finding]:
@@ -82,24 +86,23 @@ def _memory() -> list[Finding]:
     return [
         Finding(
             "ok" if free >= NEEDED_GIB else "note",
-            f"{free:.1f} of {total:.1f} GiB memory free (the quickstart needs {NEEDED_GIB})",
+            f"{free:.1f} of {total:.1f} GiB memory free (the quickstart takes up to {NEEDED_GIB})",
         ),
-        Finding("ok" if room >= SHARED_GIB else "bad", f"{room:.1f} GiB free in {shm} (Ray's object store and staged weights)"),
-        Finding("ok" if disk >= 2 else "note", f"{disk:.0f} GiB free on the disk of this folder (checkpoints)"),
+        Finding(
+            "ok" if room >= SHARED_GIB else "bad", f"{room:.1f} GiB free in {shm} (for Ray's object store and staged weights)"
+        ),
+        Finding("ok" if disk >= 2 else "note", f"{disk:.0f} GiB free on the disk of this folder (for checkpoints)"),
     ]
 
 
-def _leftovers() -> list[Finding]:
-    """Weights that a killed run left in shared memory."""
-    left = sorted(path.name for path in shared_memory_root().glob("slipstream-*"))
+def _leftovers(root: Path | None = None) -> list[Finding]:
+    """Weights that killed runs left in shared memory."""
+    left = leftovers(root)
     if not left:
         return []
-    return [
-        Finding(
-            "note",
-            f"staged weights of {len(left)} run(s) in {shared_memory_root()}: {', '.join(left[:5])}; remove if none runs",
-        )
-    ]
+    size = sum(file.stat().st_size for folder in left for file in folder.rglob("*") if file.is_file()) / 2**20
+    names = ", ".join(str(path) for path in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+    return [Finding("note", f"killed runs left {size:.0f} MiB of weights in shared memory; the next run removes them: {names}")]
 
 
 def _loopback() -> Finding:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.records import Group, Task, Trajectory
@@ -36,14 +38,16 @@ class EvalResult:
     metric: str
     seconds: float
     versions: dict[str, int]
+    standard_error: float | None = None
+    """Of the score; None for fewer than two answers."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> EvalResult:
-        """From an ``eval`` event, which has more fields."""
-        return cls(**{field.name: event[field.name] for field in fields(cls)})
+        """From an ``eval`` event, which has more fields, and in old runs no standard error."""
+        return cls(**{field.name: event[field.name] for field in fields(cls) if field.name in event})
 
 
 class Evaluator:
@@ -118,4 +122,5 @@ def score(answers: Sequence[Trajectory], step: int, failed: int, seconds: float)
         metric="accuracy" if set(rewards) <= {0.0, 1.0} else "reward",
         seconds=seconds,
         versions=dict(sorted(Counter(str(v) for answer in answers for v in answer.policy_versions).items())),
+        standard_error=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
     )

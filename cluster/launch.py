@@ -81,7 +81,7 @@ def launch(recipe: Recipe, run_path: Path, *, resume: bool = False, search_path:
     """
     run_id = f"{recipe.name}-{os.getpid()}"
     try:
-        with staging(run_id), ray_session(recipe), Display(recipe, run_path, quiet=quiet) as display:
+        with staging(run_id), Display(recipe, quiet=quiet) as display, ray_session(recipe):
             return _supervise((recipe, str(run_path), resume, str(search_path), run_id), run_path, display)
     finally:
         if not resume and not (run_path / "events.jsonl").exists():

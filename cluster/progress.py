@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from slipstream.core.schema import Recipe
 
 LINE_EVERY_S = 10.0
 """Without a terminal, one plain line is printed so often."""
+_BEFORE = "starting Ray and the controller"
+_AWAITED = {"starting": "starting the engines and the learner (mostly vLLM loading itself)"}
 
 
 class Display:
     """A progress bar with the numbers that matter; plain lines where the output is no terminal."""
 
-    def __init__(self, recipe: Recipe, run_path: Path, *, quiet: bool = False) -> None:
+    def __init__(self, recipe: Recipe, *, quiet: bool = False, console: Console | None = None) -> None:
         self._recipe = recipe
-        self._run_path = run_path
         self._quiet = quiet
-        self._console = Console()
+        self._console = console or Console()
         self._live: Live | None = None
         self._printed = 0.0
-        self._said = ""
+        self._said: str | None = None
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -40,12 +48,15 @@ class Display:
         self._warm = (
             self._progress.add_task("warm start", total=recipe.warm_start.steps, visible=False) if recipe.warm_start else None
         )
-        self._steps = self._progress.add_task(recipe.name, total=recipe.schedule.steps, start=False)
+        self._steps = self._progress.add_task(recipe.name, total=recipe.schedule.steps, start=False, visible=False)
+        self._clock = Waiting(self._console, quiet=quiet or not self._console.is_terminal)
+        self._clock.say(_BEFORE)
 
     def __enter__(self) -> Display:
         if not self._quiet and self._console.is_terminal:
-            self._live = Live(self._progress, console=self._console, refresh_per_second=4)
+            self._live = Live(Group(self._progress, self._clock.progress), console=self._console, refresh_per_second=4)
             self._live.__enter__()
+        self.update(None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -61,22 +72,23 @@ class Display:
             return
         if snapshot is None:
             return
+        self._clock.say(awaited(snapshot["stage"]))
         if self._warm is not None:
             visible = snapshot["stage"] == "warm start"
             self._progress.update(self._warm, completed=snapshot["warm_step"], visible=visible)
-        if snapshot["stage"] not in ("starting", "warm start"):
+        if snapshot["stage"] == "training":
             self._progress.start_task(self._steps)
-        self._progress.update(self._steps, completed=snapshot["step"], description=f"{self._recipe.name} · {snapshot['stage']}")
-        self._live.update(Group(self._progress, numbers(snapshot, self._recipe.schedule.max_staleness)))
+        started = self._progress.tasks[self._steps].started
+        self._progress.update(self._steps, completed=snapshot["step"], visible=started)
+        shown = [numbers(snapshot, self._recipe.schedule.max_staleness)] if started else []
+        self._live.update(Group(self._progress, self._clock.progress, *shown))
 
     def _print(self, snapshot: dict[str, Any] | None) -> None:
         now = time.monotonic()
-        text = line(snapshot, self._recipe) if snapshot else "starting Ray, the engine and the learner ..."
+        text = line(snapshot, self._recipe) if snapshot else f"{_BEFORE} ..."
         stage = snapshot["stage"] if snapshot else ""
         if now - self._printed >= LINE_EVERY_S or stage != self._said:
-            if text:
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
             self._printed, self._said = now, stage
 
 
@@ -85,6 +97,8 @@ def line(snapshot: dict[str, Any], recipe: Recipe) -> str:
     if snapshot["stage"] == "warm start":
         total = recipe.warm_start.steps if recipe.warm_start else 0
         return f"warm start {snapshot['warm_step']}/{total}"
+    if (waiting := awaited(snapshot["stage"])) is not None and not snapshot["step"]:
+        return f"{waiting} ..."
     metrics = snapshot["metrics"]
     parts = [f"{snapshot['stage']} {snapshot['step']}/{recipe.schedule.steps}"]
     shown = {
@@ -94,11 +108,21 @@ def line(snapshot: dict[str, Any], recipe: Recipe) -> str:
         "lag": "staleness/token_mean",
         "tok/s": "throughput/rollout_tokens_per_s",
     }
-    parts += [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if key in metrics]
+    parts += [f"{name} {_figure(metrics[key])}" for name, key in shown.items() if key in metrics]
     if snapshot["evaluations"]:
         last = snapshot["evaluations"][-1]
         parts.append(f"held-out {last['metric']} {last['score']:.3f} (step {last['step']})")
     return " · ".join(parts)
+
+
+def _figure(value: float) -> str:
+    """Three digits, and never an exponent for what is large: ``0.0123``, ``2260``."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def awaited(stage: str) -> str | None:
+    """What is waited for in a stage that has no steps to count; None where there are some."""
+    return None if stage in ("warm start", "training") else _AWAITED.get(stage, stage)
 
 
 def numbers(snapshot: dict[str, Any], bound: int) -> Table:
@@ -138,11 +162,13 @@ def final_table(summary: dict[str, Any]) -> Table:
     if evaluation["before"] is not None:
         after = "–" if evaluation["after"] is None else f"{evaluation['after']:.3f}"
         table.add_row(f"held-out {evaluation['metric']}", f"{evaluation['before']:.3f} → {after}  (n = {evaluation['n']})")
-    table.add_row("steps", f"{summary['version']} of {summary['steps']} in {summary['wall_s']:.0f} s")
+    start = "" if summary["start_s"] is None else f" (start {summary['start_s']:.0f} s)"
+    table.add_row("steps", f"{summary['version']} of {summary['steps']} in {summary['wall_s']:.0f} s{start}")
+    versions = staleness["versions_per_sample_max"]
     table.add_row(
         "token lag",
         f"mean {staleness['token_mean']:.2f}, trained max {staleness['trained_token_max']} (bound {staleness['bound']}), "
-        f"masked {staleness['masked_frac']:.2%}, up to {staleness['versions_per_sample_max']} versions in one response",
+        f"masked {staleness['masked_frac']:.2%}, up to {versions} version{'' if versions == 1 else 's'} in one response",
     )
     table.add_row("samples", " · ".join(f"{name} {n}" for name, n in ledger.items() if n))
     throughput, idle, weights = summary["throughput"], summary["idle"], summary["weights"]
@@ -156,6 +182,40 @@ def final_table(summary: dict[str, Any]) -> Table:
         "weight updates", f"{weights['publishes']}, generation paused {1000 * weights['pause_s_p50']:.0f} ms each (median)"
     )
     return table
+
+
+class Waiting:
+    """What a command waits for, with a running clock; without a terminal, a plain line for each thing awaited.
+
+    As a context it shows itself; a display of its own shows ``progress``.
+    """
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self._console = console or Console()
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self._console, transient=True
+        )
+        self._task = self.progress.add_task("", total=None, visible=False)
+        self._said: str | None = None
+        self._quiet = quiet
+
+    def __enter__(self) -> Waiting:
+        if self._console.is_terminal:
+            self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self.progress.__exit__(kind, error, trace)
+
+    def say(self, what: str | None) -> None:
+        """From now on ``what`` is waited for, or nothing; the clock starts again where that is something else."""
+        if what == self._said:
+            return
+        self._said = what
+        self.progress.reset(self._task, description=what or "", visible=what is not None)
+        if what and not self._quiet and not self._console.is_terminal:
+            self._console.print(f"{what} ...", soft_wrap=True, highlight=False)
 
 
 class Stages:

@@ -23,8 +23,8 @@ LOCK = ".lock"
 def staging(run_id: str, root: Path | None = None) -> Iterator[Path]:
     """The folder in which ``rollout.weights.Stager(run_id)`` of this node works; removes those of dead runs first."""
     root = root or shared_memory_root()
-    for left in root.glob(f"{PREFIX}*/{LOCK}"):
-        _remove_if_dead(left)
+    for left in leftovers(root):
+        shutil.rmtree(left, ignore_errors=True)
     folder = root / f"{PREFIX}{run_id}"
     folder.mkdir(exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -36,16 +36,21 @@ def staging(run_id: str, root: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
-def _remove_if_dead(lock_file: Path) -> None:
+def leftovers(root: Path | None = None) -> list[Path]:
+    """What killed drivers have left: folders whose lock nobody holds.  The next run removes them."""
+    root = root or shared_memory_root()
+    return sorted(lock.parent for lock in root.glob(f"{PREFIX}*/{LOCK}") if _is_free(lock))
+
+
+def _is_free(lock_file: Path) -> bool:
     try:
         lock = os.open(lock_file, os.O_RDWR)
     except (FileNotFoundError, PermissionError):  # gone by now, or another user's
-        return
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return
-    else:
-        shutil.rmtree(lock_file.parent, ignore_errors=True)
+        return False
     finally:
         os.close(lock)
+    return True

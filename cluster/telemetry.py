@@ -166,12 +166,13 @@ def summarise(
     ledger: Mapping[str, int],
     idle: Mapping[str, float],
     throughput: Mapping[str, float],
+    start_s: float | None,
     publishes: int,
     resumes: int,
     draft: Mapping[str, Any],
 ) -> dict[str, Any]:
     """``summary.json`` (section 4 of the design).  Times, and failures of sinks, are of this process's attempt; counts are of
-    the whole run, attempts before it included."""
+    the whole run, attempts before it included.  ``start_s`` of ``wall_s`` passed before the first rollout for training."""
     wall = time.time() - telemetry.started
     lags = telemetry.histogram("staleness/token_hist")
     tokens = sum(lags.values())
@@ -182,6 +183,7 @@ def summarise(
         "steps": steps,
         "version": version,
         "wall_s": round(wall, 3),
+        "start_s": None if start_s is None else round(start_s, 3),
         "eval": {
             "before": evaluations[0].score if evaluations else None,
             "after": evaluations[-1].score if len(evaluations) > 1 else None,

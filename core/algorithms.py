@@ -53,9 +53,11 @@ _NEEDS_RECOMPUTE = {
 class KL(Section):
     """KL to the reference.  ``reward``: k1, subtracted from the reward.  ``loss``: k2, or k3's value with k2's gradient."""
 
-    coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    placement: Literal["loss", "reward"] = "loss"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coefficient: Annotated[float, Field(ge=0.0)] = Field(0.0, description="what the KL is multiplied with; 0: no reference")
+    placement: Literal["loss", "reward"] = Field("loss", description="where it is charged")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="how it is estimated from sampled tokens (docs/algorithms.md)"
+    )
     importance: bool = Field(
         True, description="in the loss: weigh each token by π_θ/π_b, truncated, as its KL is that of the current policy"
     )
@@ -105,8 +107,8 @@ class Critic(Section):
 class Band(Section):
     """Ratios from ``low`` to ``high`` are kept."""
 
-    low: Annotated[float, Field(ge=0.0)]
-    high: Rate
+    low: Annotated[float, Field(ge=0.0)] = Field(description="smallest ratio that is kept, below 1")
+    high: Rate = Field(description="largest ratio that is kept, above 1")
 
     @model_validator(mode="after")
     def _is_a_band_around_one(self) -> Band:
@@ -123,7 +125,7 @@ class Correction(Section):
     advantage in sequences with mean log π_b/π_prox above ``opsm_delta``.  What is rejected leaves the denominator too.
     """
 
-    weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    weight: Literal["none", "token", "sequence", "geometric"] = Field("token", description="which ratio weighs a token's loss")
     cap: Annotated[float, Field(ge=1.0)] | None = Field(2.0, description="truncation of the weight; null: as large as it is")
     reject: list[Literal["icepop", "geometric", "opsm"]] = Field(
         default_factory=list, description="any of them costs a forward pass before each batch"
@@ -160,7 +162,7 @@ class Algo(Section):
         "ppo",
         "opd",
         "sft",
-    ] = "grpo"
+    ] = Field("grpo", description="what the other keys of this section are where the recipe does not set them")
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gae", "none"] = Field(
         "grpo",
         description="what is subtracted from a reward, and what it is divided by; gae: per token, from a critic's values; "
@@ -168,11 +170,13 @@ class Algo(Section):
     )
     gae: GAE = Field(default_factory=GAE)
     critic: Critic | None = Field(None, description="for advantage gae, and only there; `{}` is a critic with these defaults")
-    loss: Literal["clipped_surrogate", "gspo", "cispo", "dppo_tv"] = "clipped_surrogate"
+    loss: Literal["clipped_surrogate", "gspo", "cispo", "dppo_tv"] = Field(
+        "clipped_surrogate", description="how ratio and advantage make a token's loss (docs/algorithms.md)"
+    )
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         0.2, description="below 1, of the ratio (dppo_tv: of the probability); null: no lower clip, for cispo only"
     )
-    clip_high: Rate = 0.2
+    clip_high: Rate = Field(0.2, description="above 1, of the ratio (dppo_tv: of the probability)")
     dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(
         None, description="bound on the ratio of a negative advantage (clipped_surrogate, gspo)"
     )
@@ -182,7 +186,10 @@ class Algo(Section):
         description="recompute: a forward pass before a batch of several steps; loglinear: from π_b, π_θ and the lag; "
         "behaviour: π_b itself, as before decoupling (needs correction.weight none)",
     )
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean",
+        description="mean over all tokens; over responses, of their means; constant: sum over the most tokens they may have",
+    )
     kl: KL = Field(default_factory=KL)
     epochs: Positive = Field(1, description="passes over each batch")
     minibatches: Positive = Field(1, description="optimizer steps per pass")

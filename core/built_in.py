@@ -5,7 +5,6 @@ Only what a recipe says of them is here, so that it is checked without importing
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,8 +13,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from slipstream.core import schema
-from slipstream.core.mistakes import UserError
-from slipstream.core.recipe_problems import options_of
+from slipstream.core.mistakes import UserError, did_you_mean
+from slipstream.core.recipe_problems import gathered, options_of
 from slipstream.core.section import Problems, Section
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -82,19 +81,12 @@ def problems(recipe: schema.Recipe) -> Problems:
     """What the recipe gets wrong about built-ins, as (key, problem).  The user's own are imported when the run starts."""
     checks: list[Callable[[], Any]] = [partial(environment_options, recipe.rollout.environment)]
     checks += [partial(reward_options, part, f"reward.parts[{i}]") for i, part in enumerate(recipe.reward.parts)]
-    found: Problems = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            found += [(key, text) for key, _, text in (line.partition(": ") for line in str(error).splitlines())]
-    return found
+    return gathered(checks)
 
 
 def _require_name(name: str, known: Mapping[str, type[Section]], key: str, dotted: str) -> None:
     if name not in known and not DOTTED.fullmatch(name):
-        near = difflib.get_close_matches(name, known, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(name, known)
         raise UserError(f"{key}: got {name!r}, expected {', '.join(known)} or {dotted}{meant}")
 
 

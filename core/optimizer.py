@@ -8,28 +8,33 @@ from pydantic import Field
 
 from slipstream.core.section import Fraction, NonNegative, Rate, Section
 
+_LR = "learning rate after the warm-up"
+_SCHEDULE = "how the learning rate goes on after the warm-up, to the last step"
+
 
 class Optimizer(Section):
     """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
 
-    lr: Rate = 1e-6
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # a list, where a preset has been merged
-    eps: Rate = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    max_grad_norm: Rate | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    min_lr_ratio: Fraction = 0.1
+    lr: Rate = Field(1e-6, description=_LR)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(  # a list, where a preset has been merged
+        (0.9, 0.95), description="decay of the running means of the gradient and of its square"
+    )
+    eps: Rate = Field(1e-8, description="added to the root of the squared gradients' mean")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="share of a weight that lr 1 would take off it")
+    max_grad_norm: Rate | None = Field(1.0, description="norm to which larger gradients are scaled down; null: no limit")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description=_SCHEDULE)
+    warmup_steps: NonNegative = Field(0, description="optimizer steps in which the learning rate rises from 0")
+    min_lr_ratio: Fraction = Field(0.1, description="of lr: where a decaying schedule ends")
 
 
 class CriticOptimizer(Optimizer):
     """As the trainer's, with defaults of its own."""
 
-    lr: Rate = 1e-5
+    lr: Rate = Field(1e-5, description=_LR)
 
 
 class WarmStartOptimizer(Optimizer):
     """As the trainer's, with defaults of its own; the schedule ends with the warm start."""
 
-    lr: Rate = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    lr: Rate = Field(1e-5, description=_LR)
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description=_SCHEDULE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import explain, place_of, section_at
 from slipstream.core.recipe_yaml import KeyPath, Problem, Source, dotted, path_of, read_file, read_override
 from slipstream.core.schema import Recipe
+from slipstream.core.section import Problems
 
 REDACTED = "<redacted>"
 # The reader refuses every `${name:…}` with its line; these, which import modules or read secrets, are gone besides.
@@ -49,11 +50,14 @@ class RecipeError(UserError):
         super().__init__("\n  ".join([f"{count} in the recipe:", *map(str, problems)]))
 
 
-def load_recipe(files: Sequence[Path], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    files: Sequence[Path], overrides: Sequence[str] = (), also: Callable[[Recipe], Problems] = lambda recipe: []
+) -> Recipe:
     """The recipe of ``files``, merged left to right, with ``a.b=c`` overrides on top.
 
     Raises RecipeError (a UserError) with all problems: unreadable files, YAML errors, unknown, missing, doubled or
-    mistyped keys, values out of range, broken rules between keys, references that lead nowhere.
+    mistyped keys, values out of range, broken rules between keys, references that lead nowhere, and what ``also`` finds in
+    what the schema accepts (whether the files that a recipe names are there, say).
     """
     if not files:
         raise RecipeError([Problem("", "", "got no recipe file, expected at least one")])
@@ -64,7 +68,7 @@ def load_recipe(files: Sequence[Path], overrides: Sequence[str] = ()) -> Recipe:
     problems += _mere_labels(sources, changes, config)
     plain = _resolve(config, (), places, problems)
     suspects = {problem.key for problem in problems}
-    recipe, found = _validate(plain, places, suspects)
+    recipe, found = _validate(plain, places, suspects, also)
     if problems or found:
         raise RecipeError(sorted({*problems, *found}, key=_order))
     assert recipe is not None
@@ -154,7 +158,9 @@ def _resolve_item(
     return _resolve(value, path, places, problems)
 
 
-def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: set[str]) -> tuple[Recipe | None, list[Problem]]:
+def _validate(
+    plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: set[str], also: Callable[[Recipe], Problems]
+) -> tuple[Recipe | None, list[Problem]]:
     """Validate; take out what is wrong and validate again, so that rules between the remaining keys are checked too.
 
     A placeholder stands for a required key.  ``suspects`` are keys that have a problem already: they are left out, and nothing
@@ -172,7 +178,7 @@ def _validate(plain: dict[str, Any], places: Mapping[KeyPath, str], suspects: se
         suspects |= {problem.key for _, problem in fresh}
         plain = _mended(plain, suspects)
     if recipe is not None:
-        for key, text in (*recipe.cross_checks(), *built_in.problems(recipe)):
+        for key, text in (*recipe.cross_checks(), *built_in.problems(recipe), *also(recipe)):
             if not _concerns(key, text, suspects):
                 problems.append(Problem(key, place_of(path_of(key), places), text))
     return recipe, problems

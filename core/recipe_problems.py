@@ -6,15 +6,17 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from slipstream.core.mistakes import UserError
+from slipstream.core.other_trainers import called_here
 from slipstream.core.recipe_yaml import KeyPath, Problem, dotted
 from slipstream.core.schema import Recipe
+from slipstream.core.section import Problems
 
 M = TypeVar("M", bound=BaseModel)
 _EXPECTED = {
@@ -28,6 +30,8 @@ _EXPECTED = {
     "model_type": "a section, that is keys and values",
     "finite_number": "a finite number",
 }
+_TYPO = 0.85
+"""Nearer than that is a typing mistake, and no key of another trainer."""
 _LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 
@@ -47,7 +51,7 @@ def explain(error: ErrorDetails, places: Mapping[KeyPath, str], root: type[BaseM
     if kind == "missing":
         text = _missing(path, root)
     elif kind == "extra_forbidden":
-        text = f"unknown key; {_suggestion(path, root)}"
+        text = f"unknown key; {_suggestion(path, root, got)}"
     elif kind == "value_error":
         path, text = _broken_rule(path, str(error["ctx"]["error"]), root)
     else:
@@ -67,6 +71,17 @@ def options_of(model: type[M], options: Mapping[str, Any], key: str) -> M:
         raise UserError("\n".join(f"{key}.{problem}" for problem in found)) from None
 
 
+def gathered(checks: Iterable[Callable[[], object]]) -> Problems:
+    """What the checks raise as UserError, each line of it ``key: problem``."""
+    found: Problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found += [(key, text) for key, _, text in (line.partition(": ") for line in str(error).splitlines())]
+    return found
+
+
 def _expected(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if limit := _LIMITS.get(kind):
@@ -75,9 +90,19 @@ def _expected(error: ErrorDetails) -> str:
         got = error["input"]
         near = difflib.get_close_matches(str(got), context["expected"].replace("'", "").replace(" or ", ", ").split(", "), 1)
         return context["expected"] + (f"; did you mean {near[0]}?" if near and isinstance(got, str) else "")
+    if kind in ("too_short", "too_long"):
+        return (
+            f"at least {_items(context['min_length'])}" if kind == "too_short" else f"at most {_items(context['max_length'])}"
+        )
+    if kind == "string_too_short":
+        return "text that is not empty"
     if kind == "string_pattern_mismatch":
         return "letters, digits, `.`, `_` and `-`, a letter or digit first, at most 100 of them"
     return _EXPECTED.get(kind) or error["msg"].removeprefix("Input should be ")
+
+
+def _items(count: int) -> str:
+    return f"{count} item" + ("" if count == 1 else "s")
 
 
 def _show(value: Any) -> str:
@@ -85,7 +110,7 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping | list):
-        return "a list" if isinstance(value, list) else "a mapping"
+        return ("a list" if value else "an empty list") if isinstance(value, list) else "a mapping"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -112,6 +137,8 @@ def _is_number(text: str) -> bool:
 
 
 def _missing(path: KeyPath, root: type[BaseModel]) -> str:
+    if isinstance(path[-1], int):
+        return "missing; the list has too few items"
     model = section_at(path[:-1], root)
     about = model.model_fields[str(path[-1])].description if model else None
     return f"missing; add `{path[-1]}: …`" + (f" ({about})" if about else "")
@@ -124,10 +151,13 @@ def _broken_rule(path: KeyPath, message: str, root: type[BaseModel]) -> tuple[Ke
     return ((*path, name), rest) if colon and model and name in model.model_fields else (path, message)
 
 
-def _suggestion(path: KeyPath, root: type[BaseModel]) -> str:
-    """The key that was meant: one of this section, or the same name elsewhere in the recipe."""
+def _suggestion(path: KeyPath, root: type[BaseModel], value: Any) -> str:
+    """The key that was meant: one of this section, another trainer's, or the same name elsewhere in the recipe."""
     model, key = section_at(path[:-1], root), str(path[-1])
     here = sorted(model.model_fields) if model else []
+    theirs = called_here(dotted(path), value) if root is Recipe else ""
+    if theirs and not difflib.get_close_matches(key, here, 1, cutoff=_TYPO):
+        return theirs
     if near := difflib.get_close_matches(key, here, 1):
         return f"did you mean `{near[0]}`?"
     everywhere = [known for known in _all_keys(root) if known.rsplit(".", 1)[-1] == key]

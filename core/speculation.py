@@ -30,7 +30,7 @@ class TestTimeSpeculation(Section):
 
     __test__ = False  # not a test, whatever pytest makes of the name
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="let the draft learn while it serves")
     every: Positive = Field(5, description="rounds between two updates of the draft")
     lr: Rate = Field(1e-4, description="of Adam; halved whenever the kill switch restores the draft")
     train: Literal["all", "body"] = Field("all", description="body: all but the draft's embeddings and output head")
@@ -39,7 +39,7 @@ class TestTimeSpeculation(Section):
     )
     decay: Rate | None = Field(None, description="in draft positions; default: rollout.speculation.tokens")
     rounds: Literal["all", "latest"] = Field("all", description="which of the rounds since the last update are learnt from")
-    max_grad_norm: Rate = 1.0
+    max_grad_norm: Rate = Field(1.0, description="norm to which larger gradients of the draft are scaled down")
     max_requests: Positive = Field(8, description="requests that are followed at a time; the others only use the draft")
     max_memory_mib: Rate = Field(256.0, description="of recorded distributions and the followed requests' draft caches")
     max_cost_share: Fraction = Field(0.15, description="share of the engine's time that updates may take; they wait beyond it")
@@ -62,13 +62,15 @@ class DraftTraining(Section):
 
     samples: Annotated[int, Field(ge=2)] = Field(128, description="responses, one each to the first prompts of the data")
     max_tokens: Positive = Field(256, description="tokens of a response at most")
-    steps: Positive = 200
+    steps: Positive = Field(200, description="optimizer steps")
     batch_size: Positive = Field(4, description="responses per step")
     lr: Rate = Field(1e-3, description="of AdamW, with a short warm-up and a cosine down to 5 %")
-    first_layers: Positive | None = None
-    hidden_size: Positive = 64
-    layers: Positive = 1
-    heads: Positive = 2
+    first_layers: Positive | None = Field(
+        None, description="draft_model: the policy's first so many layers are the draft; default: a new model"
+    )
+    hidden_size: Positive = Field(64, description="draft_model: width of the new model")
+    layers: Positive = Field(1, description="draft_model: layers of the new model")
+    heads: Positive = Field(2, description="draft_model: attention heads of the new model")
     features: tuple[NonNegative, NonNegative, NonNegative] | None = Field(
         None, description="default: 2, half of the layers, all but 3; a policy of fewer than 7 needs them given"
     )
@@ -89,7 +91,7 @@ class DraftTraining(Section):
 class Speculation(Section):
     """Speculative decoding by vLLM's own implementations: exact, so only speed depends on it (docs/speculation.md)."""
 
-    method: Method = "none"
+    method: Method = Field("none", description="who drafts; ngram and suffix need no draft model")
     tokens: Annotated[int, Field(gt=0, le=MOST_TOKENS)] = Field(4, description="draft tokens per round")
     lookahead: Literal["fixed", "dynamic"] = Field(
         "fixed", description="dynamic: 0 to `tokens`, whatever writes most per second by acceptance and time so far (CPU only)"

@@ -46,7 +46,17 @@ def _nested(section: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseM
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    return f"| `{name}` | {_type(field)} | {_default(field)} | {_escape(field.description or '')} |"
+    return f"| `{name}` | {_type(field)} | {_default(field)} | {_escape(meaning(field))} |"
+
+
+def meaning(field: FieldInfo) -> str:
+    """The field's description, or what its section says of itself first."""
+    if field.description:
+        return field.description
+    sections = _sections_of(field.annotation)
+    about = (sections[0].__doc__ or "") if sections else ""
+    first = re.split(r"\n\n|(?<=\.)  ", about)[0]
+    return re.sub(r"``", "`", " ".join(first.split()))
 
 
 def _type(field: FieldInfo) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.mistakes import UserError
+from slipstream.core.mistakes import UserError, did_you_mean, siblings
 from slipstream.core.recipe_problems import options_of
 from slipstream.core.section import Section
 from slipstream.rollout.rows import Row
@@ -36,10 +36,7 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
     Raises UserError for a missing, empty, or unreadable file, and for bad rows, with file and line.
     """
     chosen = options_of(FileOptions, options, "data.options")
-    if not path.exists():
-        raise UserError(
-            f"data.source: {path} does not exist; expected a .jsonl or .parquet file, or a folder saved by datasets"
-        )
+    _require_rows_at(path, "data.source")
     rows: list[Row] = []
     problems: list[str] = []
     for place, record in _records(path, chosen.split):
@@ -59,22 +56,50 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
     return rows
 
 
+def first_row(path: Path, options: Mapping[str, Any], answer_column: str, source_key: str, options_key: str) -> Row | None:
+    """The first row of a ``.jsonl`` file; None for other files, which are only asked whether they are there.
+
+    Raises as ``read_rows``, about the file and this row.
+    """
+    options_of(FileOptions, options, options_key)
+    _require_rows_at(path, source_key)
+    if path.suffix != ".jsonl":
+        return None
+    place, record = next(_json_lines(path), (str(path), None))
+    if record is None:
+        raise UserError(f"{source_key}: {path} has no rows")
+    try:
+        if isinstance(record, ValueError):
+            raise record
+        return _row(record, answer_column)
+    except ValueError as error:
+        raise UserError(f"{source_key}: {place}: {error}") from error
+
+
+def _require_rows_at(path: Path, key: str) -> None:
+    if not path.exists():
+        expected = "expected a .jsonl or .parquet file, or a folder saved by datasets"
+        raise UserError(f"{key}: {path} does not exist; {expected}{did_you_mean(path.name, siblings(path))}")
+    if path.is_dir() and not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise UserError(f"{key}: {path} is no folder written by datasets' save_to_disk")
+    if not path.is_dir() and path.suffix not in (".jsonl", ".parquet"):
+        raise UserError(
+            f"{key}: got {path}, expected .jsonl, .parquet, a folder saved by datasets, builtin:… or reasoning_gym:…"
+        )
+
+
 def _records(path: Path, split: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     if path.is_dir():
         return _numbered(path, _folder(path, split))
     if path.suffix == ".jsonl":
         return _json_lines(path)
-    if path.suffix == ".parquet":
-        import pyarrow.lib
-        import pyarrow.parquet
+    import pyarrow.lib
+    import pyarrow.parquet
 
-        try:
-            return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
-        except (pyarrow.lib.ArrowException, OSError) as error:
-            raise UserError(f"data.source: {path} is no readable parquet file ({error})") from error
-    raise UserError(
-        f"data.source: got {path}, expected .jsonl, .parquet, a folder saved by datasets, builtin:… or reasoning_gym:…"
-    )
+    try:
+        return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
+    except (pyarrow.lib.ArrowException, OSError) as error:
+        raise UserError(f"data.source: {path} is no readable parquet file ({error})") from error
 
 
 def _numbered(path: Path, records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any, Literal, overload
 
@@ -24,6 +27,7 @@ _STREAM_SPACING = 5 * 10**7
 _WRONG_DIRECTION = 0.7  # of the wrong demonstrations; the others drop a number
 _LONG_SHARES = ((0.62, 2, 4), (0.26, 5, 8), (0.12, 9, 16))  # share, fewest and most numbers
 _TRIES = 64
+_GYM_NAME = re.compile(r'^DATASET_NAME\s*=\s*"(\w+)"|register_dataset\("(\w+)"', re.MULTILINE)
 
 
 class NumberSorting(Section):
@@ -139,10 +143,7 @@ class ReasoningGym(Sequence[Row]):
         _import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
 
-        if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS, 3)
-            meant = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
-            raise UserError(f"data.source: got reasoning_gym:{name}, which reasoning-gym does not have; {meant}")
+        require_gym(name, DATASETS)
         config = dict(options)
         self._name = name
         self._split = split
@@ -192,6 +193,22 @@ class ReasoningGym(Sequence[Row]):
     def _other_index(self, index: int, attempt: int) -> int:
         """Evaluation has a block of ``_TRIES`` indices per row; training walks on through its own indices."""
         return index * _TRIES + attempt if self._split == "eval" else (index + attempt * 7919) % self._size
+
+
+def require_gym(name: str, known: Collection[str], key: str = "data.source") -> None:
+    """Raise UserError, with the nearest names, for a data set that reasoning-gym does not have."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3)
+        meant = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(known))}"
+        raise UserError(f"{key}: got reasoning_gym:{name}, which reasoning-gym does not have; {meant}")
+
+
+def gym_names() -> set[str]:
+    """Names of reasoning-gym's data sets, read from its sources: importing it takes seconds."""
+    package = importlib.util.find_spec("reasoning_gym")
+    assert package is not None and package.origin is not None, "reasoning-gym is a dependency"
+    sources = (file.read_text(encoding="utf-8") for file in Path(package.origin).parent.rglob("*.py"))
+    return {first or second for source in sources for first, second in _GYM_NAME.findall(source)}
 
 
 def _first_seed(seed: int, split: Split, stream: int) -> int:

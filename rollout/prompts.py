@@ -31,8 +31,8 @@ class PromptEncoder:
     """Tasks to token ids and back, with the policy's own tokenizer.
 
     Token ids stay as they are.  Messages go through the chat template, with the opening of the assistant's turn.  Text is
-    tokenised with the tokenizer's own special tokens; a model that has a BOS and no chat template gets the BOS in front even
-    where its tokenizer does not add it by itself.
+    tokenised with the special tokens that the tokenizer adds by itself, as in TRL and in vLLM's server, and no others: so the
+    exported folder is asked as it was trained.  A BOS is there if, and only if, the tokenizer puts it there.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PromptEncoder:
         if self._system_prompt is not None and not self.is_chat(task):
             raise UserError(f"data.system_prompt is set, but task {task.id} is no chat; set data.chat: true, or remove it")
         if not ids:
-            raise UserError(f"task {task.id}: the prompt has no tokens; a model without BOS needs at least one")
+            raise UserError(f"task {task.id}: the prompt has no tokens; a tokenizer that adds no BOS needs at least one")
         if self._limit is not None and len(ids) > self._limit[0]:
             raise PromptTooLong(f"task {task.id}", len(ids), *self._limit)
         return tuple(ids)
@@ -139,11 +139,8 @@ class PromptEncoder:
 
     def _encode_text(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text).input_ids)
-        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
-        if ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token):
+        if ids and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(self.tokenizer.eos_token):
             ids.pop()  # a tokenizer that ends every text would end the response before it begins
-        if bos is not None and not self.tokenizer.chat_template and ids[:1] != [bos]:
-            ids.insert(0, bos)
         return ids
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -50,13 +50,7 @@ class Rewards:
         """
         if first is not None:
             for part, _ in self._parts:
-                if part.function in ("exact", "regex", "math") and first.answer is None:
-                    raise UserError(
-                        f"reward {part.function}: tasks of {first.source} have no answer to compare with; set "
-                        f"data.answer_column to one of the columns {sorted(first.columns)}, or use another reward function"
-                    )
-                if part.function == "reasoning_gym" and "entry" not in first.columns:
-                    raise UserError(f"reward reasoning_gym: got the source {first.source}, expected reasoning_gym:<dataset>")
+                require_gradable(part.function, first.source, first.answer, first.columns)
         if self._pool:
             await self._pool.start()
 
@@ -93,6 +87,17 @@ class Rewards:
         if built_in and options.require_eos:
             return [score if _complete(trajectory) else 0.0 for score, trajectory in zip(scores, trajectories, strict=True)]
         return scores
+
+
+def require_gradable(function: str, source: str, answer: str | None, columns: Mapping[str, Any], key: str = "reward") -> None:
+    """Raise UserError, naming ``key``, where a task of ``source`` lacks what a built-in ``function`` compares with."""
+    if function in ("exact", "regex", "math") and answer is None:
+        raise UserError(
+            f"{key}: {function}: tasks of {source} have no answer to compare with; set data.answer_column to one of the "
+            f"columns {sorted(columns)}, or use another reward function"
+        )
+    if function == "reasoning_gym" and "entry" not in columns:
+        raise UserError(f"{key}: reasoning_gym: got the source {source}, expected reasoning_gym:<dataset>")
 
 
 def _grader(part: RewardPart, options: Any) -> Grader:

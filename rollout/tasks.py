@@ -14,21 +14,24 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from slipstream.core.mistakes import UserError
+from slipstream.core.mistakes import UserError, did_you_mean
+from slipstream.core.recipe_problems import options_of
 from slipstream.core.records import Task
 from slipstream.core.schema import Data, Evaluation
-from slipstream.rollout.files import read_rows
-from slipstream.rollout.generated import ReasoningGym, number_sorting
-from slipstream.rollout.guess_number import guess_number
+from slipstream.core.section import Section
+from slipstream.rollout.files import first_row, read_rows
+from slipstream.rollout.generated import NumberSorting, ReasoningGym, gym_names, number_sorting, require_gym
+from slipstream.rollout.guess_number import GuessNumberTasks, guess_number
 from slipstream.rollout.rows import Row, Split
 
 BUILT_IN = {"builtin:number_sorting": number_sorting, "builtin:guess_number": guess_number}
+_OPTIONS: dict[str, type[Section]] = {"builtin:number_sorting": NumberSorting, "builtin:guess_number": GuessNumberTasks}
 _GYM = "reasoning_gym:"
 
 
 def is_file(source: str) -> bool:
     """Whether ``data.source`` names a file or folder of rows, rather than a generator of tasks."""
-    return source not in BUILT_IN and not source.startswith(_GYM)
+    return not source.startswith(("builtin:", _GYM))
 
 
 class TaskSource(Protocol):
@@ -99,14 +102,32 @@ def open_source(data: Data, seed: int, split: Split, evaluation: Evaluation | No
     return Tasks(rows, source=source, split="eval", seed=seed, shuffle=False)
 
 
+def look_at_source(data: Data, source_key: str = "data.source", options_key: str = "data.options") -> Row | None:
+    """The first row, where it can be read in no time (``.jsonl``).
+
+    Raises UserError, naming the keys, for a source that is not there, or options that it does not have.  Options of
+    reasoning-gym's data sets are known to that package only, and rows after the first, or of other files, are not read.
+    """
+    source = data.source
+    if source in BUILT_IN:
+        options_of(_OPTIONS[source], data.options, options_key)
+    elif source.startswith("builtin:"):
+        raise UserError(f"{source_key}: got {source}, expected one of {', '.join(BUILT_IN)}{did_you_mean(source, BUILT_IN)}")
+    elif source.startswith(_GYM):
+        require_gym(source.removeprefix(_GYM), gym_names(), source_key)
+    else:
+        return first_row(Path(source), data.options, data.answer_column, source_key, options_key)
+    return None
+
+
 def _rows(data: Data, seed: int, split: Split, evaluation: Evaluation | None) -> Sequence[Row]:
     """All rows of one side of the split; ``evaluation`` where a file has to be divided."""
-    if generate := BUILT_IN.get(data.source):
+    if data.source.startswith("builtin:"):
+        look_at_source(data)
+        generate = BUILT_IN[data.source]
         return generate(data.options, seed, split)
     if data.source.startswith(_GYM):
         return ReasoningGym(data.source.removeprefix(_GYM), data.options, seed, split)
-    if data.source.startswith("builtin:"):
-        raise UserError(f"data.source: got {data.source}, expected one of {', '.join(BUILT_IN)}")
     rows = read_rows(Path(data.source), data.options, data.answer_column)
     if evaluation is None or evaluation.size == 0 or evaluation.source is not None:
         return rows

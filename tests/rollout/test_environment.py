@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.core.records import Status, Task, WeightVersion
 from slipstream.rollout.environment import Completion, Episode, Limits, NoAnswer, Observation
@@ -21,12 +22,14 @@ TEMPLATE = (
 )
 
 
-def tokenizer(**special: Any) -> PreTrainedTokenizerFast:
+def tokenizer(*, adds_bos: bool = True, **special: Any) -> PreTrainedTokenizerFast:
     """One token per character; ids: <pad> 0, <bos> 1, <eos> 2, <unk> 3, then the characters."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789<>[]asistnuermyhoq "])}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", **special}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
@@ -180,11 +183,16 @@ def test_ids_that_do_not_survive_decoding_are_kept_over_turns() -> None:
     assert own.text == "from the engine"
 
 
-def test_text_gets_the_bos_that_its_tokenizer_leaves_out() -> None:
+def test_text_has_the_special_tokens_that_its_tokenizer_adds_and_no_others(tmp_path: Path) -> None:
+    """So a saved folder, loaded by anybody, asks what training asked."""
     assert PromptEncoder(tokenizer()).encode(task("21<")) == (1, 6, 5, 14)
-    assert PromptEncoder(tokenizer(bos_token=None)).encode(task("21<")) == (6, 5, 14)
-    assert PromptEncoder(tokenizer(chat_template=TEMPLATE)).encode(task("21<")) == (6, 5, 14)
+    assert PromptEncoder(tokenizer(adds_bos=False)).encode(task("21<")) == (6, 5, 14)
     assert PromptEncoder(tokenizer()).encode(task((9, 8))) == (9, 8)
+    for adds_bos in (True, False):
+        saved = tokenizer(adds_bos=adds_bos)
+        saved.save_pretrained(tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+        assert tuple(loaded("21<").input_ids) == PromptEncoder(saved).encode(task("21<"))
 
 
 def test_messages_go_through_the_chat_template() -> None:
@@ -215,7 +223,7 @@ def test_a_prompt_without_room_is_refused_with_its_numbers() -> None:
             encoded(**limits)
         assert (caught.value.length, caught.value.limit) == (4, limit)
     with pytest.raises(ValueError, match="has no tokens"):
-        PromptEncoder(tokenizer(bos_token=None)).encode(task(""))
+        PromptEncoder(tokenizer(adds_bos=False)).encode(task(""))
 
 
 def test_a_demonstration_ends_with_the_eos_even_where_padding_is_the_eos() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 
 from slipstream.core import schema
 from slipstream.trainer import model as models
@@ -38,9 +39,10 @@ def test_tiny_is_complete(tiny: Path) -> None:
     """64 characters: 4 special, then digits from 4, letters from 14, '+' at 40, '<' at 47."""
     tokenizer = load_tokenizer(tiny)
     assert len(tokenizer) == 64
-    assert tokenizer.encode("07az+<") == [4, 11, 14, 39, 40, 47]
+    assert tokenizer.encode("07az+<") == [1, 4, 11, 14, 39, 40, 47], "the BOS in front, by the tokenizer itself"
+    assert tokenizer.encode("07", add_special_tokens=False) == [4, 11]
     assert tokenizer.decode([4, 11, 14, 39, 40, 47, 2], skip_special_tokens=True) == "07az+<"
-    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+    assert tokenizer.encode("é") == [1, tokenizer.unk_token_id]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert eos_token_ids(tiny) == (2,)
     assert context_length(tiny) == 2048
@@ -68,6 +70,14 @@ def test_another_tiny_model_is_built_anew(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(models.TINY_CONFIG, "max_position_embeddings", 4096)
     assert context_length(resolve_model(model("builtin:tiny"), 3, tmp_path)) == 4096
     assert context_length(folder) == 2048
+
+
+def test_the_version_of_the_tiny_model_is_also_its_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, backend = models._tiny_version(), models._tiny_backend()
+    assert models._tiny_version() == before
+    backend.post_processor = processors.TemplateProcessing(single="$A")
+    monkeypatch.setattr(models, "_tiny_backend", lambda: backend)
+    assert models._tiny_version() != before
 
 
 def test_another_version_of_a_distribution_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

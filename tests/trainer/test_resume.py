@@ -108,7 +108,7 @@ def test_saved_state_is_checked_and_exported(recipe: Callable[..., schema.Recipe
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), learner.policy.parameters(), strict=True))
     assert exported.generation_config.eos_token_id == 2
-    assert AutoTokenizer.from_pretrained(tmp_path / "exported").encode("12<") == [5, 6, 47]
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").encode("12<") == [1, 5, 6, 47]
 
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint / LEARNER, broken)
