@@ -211,6 +211,7 @@ def summary(telemetry: Telemetry, **changes: Any) -> dict[str, Any]:
         "ledger": LEDGER,
         "idle": {"learner": 0.1, "rollout": 0.2},
         "throughput": {"rollout_tokens_per_s": 1.0, "trained_tokens_per_s": 2.0},
+        "start_s": 1.25,
         "publishes": 4,
         "resumes": 0,
         "draft": {},
@@ -232,6 +233,7 @@ def test_the_summary_adds_up_the_steps_of_all_attempts(run: RunDirectory) -> Non
     after.step(3, step_metrics(0, {0: 2}, 1.25, 0.020))
     after.evaluated(evaluated(3, 0.75))
     found = summary(after, resumes=1)
+    assert found["start_s"] == 1.25
     assert found["eval"] == {"before": 0.25, "after": 0.75, "n": 10, "metric": "accuracy"}
     assert found["staleness"]["token_mean"] == 0.5 and found["staleness"]["masked_frac"] == pytest.approx(0.1)
     assert found["staleness"]["kv_mean"] == pytest.approx(1.2)
@@ -342,7 +344,7 @@ def test_the_plain_line(recipe: Recipe) -> None:
         "evaluations": [evaluated(20, 0.625).as_dict()],
     }
     shown = line(snapshot, recipe)
-    assert shown == "training 40/100 · reward 0.712 · lag 1.23 · tok/s 1.23e+03 · held-out accuracy 0.625 (step 20)"
+    assert shown == "training 40/100 · reward 0.712 · lag 1.23 · tok/s 1234 · held-out accuracy 0.625 (step 20)"
 
 
 def test_a_publication_that_fails_in_the_background_fails_the_run_at_once(run: RunDirectory, recipe: Recipe) -> None:

@@ -192,6 +192,8 @@ def test_an_evaluation_of_a_checkpoint_is_watched(tmp_path: Path, monkeypatch: p
             )  # fmt: skip
             return Group(task=task, dispatched=OLD, trajectories=(trajectory,))
 
+    said: list[str] = []
+
     async def story(run: RunDirectory) -> None:
         known, _ = ends([Mute(check_health=None)], Mute(), stall_timeout_s=0.3)
         fleet = OneAnswer(known.recipe, PLACE, known.members)
@@ -199,7 +201,8 @@ def test_an_evaluation_of_a_checkpoint_is_watched(tmp_path: Path, monkeypatch: p
         flow = Flow(known.recipe.schedule, OLD)
         evaluator = Evaluator(known.recipe.monitor.eval, tasks, fleet, flow, telemetry, pulse.beat)
         try:
-            await asyncio.wait_for(_evaluate(fleet, evaluator, pulse, tmp_path, OLD, tasks[0][0], telemetry, ()), 20.0)
+            evaluation = _evaluate(fleet, evaluator, pulse, tmp_path, OLD, tasks, telemetry, (), said.append)
+            await asyncio.wait_for(evaluation, 20.0)
         finally:
             assert not fleet.members, "the engines are stopped"
 
@@ -207,6 +210,7 @@ def test_an_evaluation_of_a_checkpoint_is_watched(tmp_path: Path, monkeypatch: p
     known, _ = ends([], Mute())
     with RunDirectory.create(tmp_path, known.recipe) as run, pytest.raises(TimeoutError, match=told):
         asyncio.run(story(run))
+    assert said[-1] == f"sampling {len(tasks)} answers"
 
 
 def test_a_draft_does_not_wait_for_ever_for_its_samples() -> None:
