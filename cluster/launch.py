@@ -28,7 +28,9 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Recipe
 
+log = logging.getLogger("slipstream")
 POLL_S = 0.5
+LOCAL_STARTS = 3
 STOP_TIMEOUT_S = 120.0
 
 
@@ -160,15 +162,26 @@ def ray_session(recipe: Recipe) -> Iterator[None]:
     if address == "local":
         wanted = recipe.rollout.engines * recipe.cluster.engine_cpus + recipe.trainer.ranks * recipe.cluster.learner_cpus
         options = {"num_cpus": max(os.cpu_count() or 1, int(wanted + 0.999)), "include_dashboard": False}
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as problem:  # Ray raises it bare where its node takes longer than 30 s to start
-        ray.shutdown()
-        raise RunFailed(f"Ray did not start ({problem}); is this machine busy with something else? Try again") from problem
+    _start_ray(address, **options)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _start_ray(address: str, **options: Any) -> None:
+    """Ray gives its own node 30 s, which no setting changes; on a busy machine that may take another try."""
+    attempts = LOCAL_STARTS if address == "local" else 1
+    for attempt in range(1, attempts + 1):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+            return
+        except Exception as problem:  # Ray raises it bare
+            ray.shutdown()
+            if attempt == attempts:
+                told = f"Ray did not start ({problem}); is this machine busy with something else? Try again"
+                raise RunFailed(told) from problem
+            log.warning("Ray did not start (%s); attempt %d of %d follows", problem, attempt + 1, attempts)
 
 
 def _require_answer(address: str) -> None:

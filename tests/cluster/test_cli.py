@@ -126,6 +126,25 @@ def test_a_ray_that_does_not_start_is_told_without_a_traceback(recipe: Path) -> 
     assert not (recipe.parent / "runs" / "trial").exists()
 
 
+def test_a_ray_of_our_own_gets_three_attempts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its 30 s are Ray's own, and no setting's; a cluster that somebody else runs is asked once."""
+    from slipstream.cluster import launch
+
+    tried: list[str] = []
+
+    def slow(address: str, **_: Any) -> None:
+        tried.append(address)
+        raise Exception("The current node timed out during startup")
+
+    monkeypatch.setattr(launch.ray, "init", slow)
+    for address, attempts in (("local", 3), ("auto", 1)):
+        tried.clear()
+        caplog.clear()
+        with pytest.raises(launch.RunFailed, match="Ray did not start"):
+            launch._start_ray(address)
+        assert tried == [address] * attempts and len(caplog.records) == attempts - 1
+
+
 @pytest.mark.parametrize("command", ["resume", "eval", "export", "report", "audit"])
 def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     done = slipstream(command, tmp_path, *(["out"] if command == "export" else []), cwd=tmp_path)
