@@ -172,7 +172,8 @@ def summarise(
     draft: Mapping[str, Any],
 ) -> dict[str, Any]:
     """``summary.json`` (section 4 of the design).  Times, and failures of sinks, are of this process's attempt; counts are of
-    the whole run, attempts before it included.  ``start_s`` of ``wall_s`` passed before the first rollout for training."""
+    the whole run, attempts before it included.  ``start_s`` of ``wall_s`` passed before the first rollout for training.
+    No engine is restarted yet: a dead one ends the run."""
     wall = time.time() - telemetry.started
     lags = telemetry.histogram("staleness/token_hist")
     tokens = sum(lags.values())
