@@ -65,9 +65,10 @@ def test_weights_are_published_at_the_start_and_every_second_step(run: Any) -> N
 
 
 def test_what_the_environment_cannot_answer_fails_its_groups_and_evaluations(run: Any) -> None:
-    reasons = [event["reason"] for event in run.events("failed")]
-    assert reasons and all("environment/raised: LookupError: nobody hides at 7" in reason for reason in reasons), reasons
-    assert run.summary()["ledger"]["failed"] == 4 * len(reasons)
+    failed = run.events("failed")
+    assert failed and {event["reason"] for event in failed} == {"environment/raised"}
+    assert all("LookupError: nobody hides at 7" in event["detail"] for event in failed), failed
+    assert run.summary()["ledger"]["failed"] == 4 * len(failed)
     for evaluation in run.events("eval"):
         assert evaluation["failed"] > 0 and evaluation["n"] + evaluation["failed"] == 14
 

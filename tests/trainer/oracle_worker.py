@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.core import schema
 from slipstream.core.algorithms import GAE, KL, Band, Correction, Critic
+from slipstream.core.optimizer import CriticOptimizer
 from slipstream.core.records import TrainBatch
 from slipstream.trainer import distributed
 from slipstream.trainer.learner import Learner
@@ -79,8 +80,9 @@ OPTIMIZER = schema.Optimizer(
 )
 
 
-CRITIC_OPTIMIZER = OPTIMIZER.model_copy(
-    update={"lr": oracle.CRITIC_LR, "max_grad_norm": oracle.CRITIC_MAX_NORM, "schedule": "linear", "warmup_steps": 0}
+CRITIC_OPTIMIZER = CriticOptimizer.model_validate(
+    OPTIMIZER.model_dump()
+    | {"lr": oracle.CRITIC_LR, "max_grad_norm": oracle.CRITIC_MAX_NORM, "schedule": "linear", "warmup_steps": 0}
 )
 
 

@@ -28,7 +28,7 @@ monitor: {eval: {size: 0}}
 """
 
 
-def draft_train(where: Path, policy: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def draft_train(where: Path, policy: Path | str, *overrides: str) -> subprocess.CompletedProcess[str]:
     (where / "recipe.yaml").write_text(RECIPE.replace("POLICY", str(policy)))
     command = [sys.executable, "-m", "slipstream.cluster.cli", "draft", "train", "recipe.yaml", *overrides, "--quiet"]
     return subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=240)
@@ -49,7 +49,7 @@ def test_a_draft_is_made_and_says_how_good_it_is(tmp_path: Path, deep: Path) -> 
 
 
 def test_a_recipe_without_a_draft_to_make_is_refused_with_all_reasons(tmp_path: Path) -> None:
-    done = draft_train(tmp_path, tmp_path, "rollout.speculation.method=ngram", "rollout.speculation.draft=null")
+    done = draft_train(tmp_path, "builtin:tiny", "rollout.speculation.method=ngram", "rollout.speculation.draft=null")
     assert done.returncode == 2
     for reason in ("method: got ngram, expected draft_model or eagle3", "draft: got null, expected the folder to write"):
         assert reason in done.stderr
