@@ -65,6 +65,10 @@ class Job:
         metrics, events = ([json.loads(line) for line in (path / f"{n}.jsonl").open()] for n in ("metrics", "events"))
         return cls(path, json.loads((path / "summary.json").read_text()), metrics, events)
 
+    def scores(self) -> dict[int, float]:
+        """Held-out score by step, the one before the first step included."""
+        return dict(sorted((event["step"], event["score"]) for event in self.events if event["kind"] == "eval"))
+
 
 def run_job(recipe: str, name: str, overrides: Sequence[str]) -> Job:
     """``slipstream run`` in a process of its own; raises CalledProcessError after showing the end of its output."""

@@ -63,8 +63,7 @@ def run(seed: int, steps: int, warm_steps: int, arm: str, *overrides: str) -> Jo
 
 
 def steps_to(aim: float, job: Job) -> float:
-    scores = {event["step"]: event["score"] for event in job.events if event["kind"] == "eval" and event["step"]}
-    return min((step for step, score in scores.items() if score >= aim), default=job.metrics[-1]["step"] + 1)
+    return min((step for step, score in job.scores().items() if step and score >= aim), default=job.metrics[-1]["step"] + 1)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
         for arm in arms if seed % 2 == 0 else reversed(arms):
             job = run_arm(arm, seed, steps, model)
             record(figures, arm, job, steps)
-            curves[arm].append(scores(job))
+            curves[arm].append(job.scores())
             say(f"seed {seed}, {arm}: accuracy {figures[f'accuracy_{arm}'][-1]:.3f}, lag {figures[f'token_lag_{arm}'][-1]:.2f}")
         if {"sync", "eta8_decoupled"} <= arms.keys():
             figures["decoupled_minus_sync_accuracy_eta8"].append(
@@ -83,7 +83,7 @@ def run_arm(arm: str, seed: int, steps: int, model: str) -> Job:
 
 
 def record(figures: dict[str, list[float]], arm: str, job: Job, steps: int) -> None:
-    reached = [step for step, score in scores(job).items() if score >= ENOUGH]
+    reached = [step for step, score in job.scores().items() if score >= ENOUGH]
     summary = job.summary
     figures[f"accuracy_before_{arm}"].append(summary["eval"]["before"])
     figures[f"accuracy_{arm}"].append(summary["eval"]["after"])
@@ -92,11 +92,6 @@ def record(figures: dict[str, list[float]], arm: str, job: Job, steps: int) -> N
     figures[f"token_lag_{arm}"].append(summary["staleness"]["token_mean"])
     figures[f"masked_frac_{arm}"].append(summary["staleness"]["masked_frac"])
     figures[f"ess_{arm}"].append(fmean(line["offpolicy/ess"] for line in job.metrics))
-
-
-def scores(job: Job) -> dict[int, float]:
-    """Held-out accuracy by step."""
-    return dict(sorted((event["step"], event["score"]) for event in job.events if event["kind"] == "eval"))
 
 
 def draw(curves: Mapping[str, Sequence[Mapping[int, float]]], file: Path) -> None:
