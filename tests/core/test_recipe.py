@@ -156,6 +156,7 @@ def test_built_ins_are_checked_with_the_rest_and_nothing_of_the_users_is_importe
     [
         ("num_generations: 8", "5: num_generations: unknown key; TRL's num_generations is `schedule.group_size` here"),
         ("trainer: {learning_rate: 1}", "5: trainer.learning_rate: unknown key; TRL's learning_rate is `trainer.optimizer.lr`"),
+        ("algo: {beta: 0.04}", "5: algo.beta: unknown key; TRL's beta is `algo.kl.coefficient` here"),
         ("algo: {epsilon: 0.2}", "5: algo.epsilon: unknown key; TRL's epsilon is `algo.clip_low` here"),
         ("temperature: 1.0", "5: temperature: unknown key; TRL's temperature is `rollout.sampling.temperature` here"),
         ("trainer: {optimizer: {beta: [0.9, 0.9]}}", "5: trainer.optimizer.beta: unknown key; did you mean `betas`?"),
