@@ -8,10 +8,10 @@ train` on other, short responses.  EOS is not sampled, so that responses are lon
 acceptance_<arm>_<from>        expected tokens per round, in bins of 250 tokens of the response
 acceptance_gain_long           tts − frozen beyond 500 tokens, per prompt
 acceptance_gain_early          the same within the first 400 tokens
-acceptance_gain_novel          the same over rounds whose next 5 tokens are no repetition of the response so far
+acceptance_gain_novel          the same over rounds that repeat nothing: no token that they draft ends 5 that stood in the response before
 acceptance_gain_after_drift    tts − frozen on responses of a policy that was fine-tuned on Python source, with the same head
 drift_nats                     log-probability per token that the fine-tuning gave those responses
-repeated_share                 rounds that are such a repetition
+repeated_share                 the other rounds
 update_s_<arm>                 seconds of one update of the head, and of the drafts before it (one thread)
 
 Live: two prompts, one request at a time, in the engine; responses go on past EOS.
@@ -140,24 +140,28 @@ def record(policy: Any, tokenizer: Any, prompts: list[int], length: int, whose: 
     """Responses of exactly ``length`` tokens, sampled once and kept; prompt and response ids, and the prompt's length."""
     file = WORK / f"tts-responses-{whose}-{length}.pt"
     known: dict[int, tuple[Tensor, int]] = torch.load(file) if file.is_file() else {}
+    if missing := [number for number in prompts if number not in known]:
+        say(f"recording {length} tokens of prompts {missing}")
+        rows = [encoded(tokenizer, number) for number in missing]
+        width = max(map(len, rows))
+        torch.manual_seed(0)
+        torch.set_num_threads(2)
+        found = policy.generate(
+            torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            do_sample=True,
+            temperature=TEMPERATURE,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=length,
+            suppress_tokens=ending(policy),
+            use_cache=True,
+        )
+        torch.set_num_threads(1)
+        known |= {number: (ids[width - len(row) :], len(row)) for number, row, ids in zip(missing, rows, found, strict=True)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(known, file)
     for number in prompts:
-        if number not in known:
-            say(f"recording {length} tokens of prompt {number}")
-            ids = torch.tensor([encoded(tokenizer, number)])
-            torch.manual_seed(number)
-            found = policy.generate(
-                ids,
-                do_sample=True,
-                temperature=TEMPERATURE,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=length,
-                suppress_tokens=ending(policy),
-                use_cache=True,
-            )
-            known[number] = (found[0], ids.shape[1])
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(known, file)
         yield (number, *known[number])
 
 
@@ -205,6 +209,10 @@ def repetitions(ids: Sequence[int]) -> list[bool]:
     return found
 
 
+def repeats(response: Response, position: int) -> bool:
+    return any(response.repeated[position : position + TOKENS])
+
+
 def replay(
     policy: Any, head_path: Path, response: Response, arm: Arm, figures: dict[str, list[float]], name: str
 ) -> Iterator[Round]:
@@ -236,7 +244,7 @@ def replay(
             chances = kept[:, here].tolist()
             held = next((k for k, chance in enumerate(chances) if draws[at + here + k + 2] >= chance), TOKENS)
             position = at + here + 1 - response.start
-            yield Round(position, 1 + sum(accumulate(chances, mul)), response.repeated[position])
+            yield Round(position, 1 + sum(accumulate(chances, mul)), repeats(response, position))
             rows += [(k, here) for k in range(min(held + 1, TOKENS))]
             here, done = here + held + 1, done + 1
         if arm.every:
@@ -295,7 +303,7 @@ def replay_ngram(response: Response) -> Iterator[Round]:
         held = 0
         while held < len(draft) and draft[held] == ids[at + 1 + held]:
             held += 1
-        yield Round(at - response.start, held + 1.0, response.repeated[at - response.start])
+        yield Round(at - response.start, held + 1.0, repeats(response, at - response.start))
         at += held + 1
 
 

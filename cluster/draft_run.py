@@ -52,7 +52,7 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     does not come up or goes silent.
     """
     speculation = recipe.rollout.speculation
-    path = _checked(speculation)
+    path = _checked(recipe)
     start = time.perf_counter()
     model_path = resolve_model(recipe.model, recipe.seed, CACHE)
     try:
@@ -94,8 +94,13 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     return made
 
 
-def _checked(speculation: Speculation) -> Path:
-    problems = []
+def _checked(recipe: Recipe) -> Path:
+    """Where the draft is to go.  Raises UserError with everything that stands against making it."""
+    speculation, problems = recipe.rollout.speculation, []
+    if recipe.warm_start is not None:
+        why = "the draft would be made for the policy before it"
+        instead = "export a run's policy (slipstream export RUN FOLDER), and give model.path=FOLDER warm_start=null"
+        problems.append(f"warm_start: got a warm start, expected null: {why}; {instead}")
     if speculation.method not in DRAFT_CAN_BE_MADE:
         expected = " or ".join(DRAFT_CAN_BE_MADE)
         problems.append(f"rollout.speculation.method: got {speculation.method}, expected {expected}: there is nothing to train")

@@ -49,7 +49,13 @@ def test_a_draft_is_made_and_says_how_good_it_is(tmp_path: Path, deep: Path) -> 
 
 
 def test_a_recipe_without_a_draft_to_make_is_refused_with_all_reasons(tmp_path: Path) -> None:
-    done = draft_train(tmp_path, "builtin:tiny", "rollout.speculation.method=ngram", "rollout.speculation.draft=null")
+    nothing = ["rollout.speculation.method=ngram", "rollout.speculation.draft=null", "warm_start={steps: 5}"]
+    done = draft_train(tmp_path, "builtin:tiny", *nothing)
     assert done.returncode == 2
-    for reason in ("method: got ngram, expected draft_model or eagle3", "draft: got null, expected the folder to write"):
+    reasons = [
+        "method: got ngram, expected draft_model or eagle3",
+        "draft: got null, expected the folder to write",
+        "warm_start: got a warm start, expected null: the draft would be made for the policy before it",
+    ]
+    for reason in reasons:
         assert reason in done.stderr
