@@ -60,7 +60,7 @@ async def served(
     head_path: Path, keys: Mapping[str, Any], prompts: Sequence[Sequence[int]], marks: Sequence[int]
 ) -> tuple[dict[int, float], Any]:
     """Tokens per second of an engine of its own until each request has written so many tokens (on average), and its drafts."""
-    from slipstream.cluster.recovery import CACHE
+    from slipstream.cluster.models import CACHE
     from slipstream.core.recipe import load_recipe
     from slipstream.core.records import WeightVersion
     from slipstream.core.schema import Sampling

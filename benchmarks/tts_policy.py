@@ -35,7 +35,7 @@ def made_head() -> Path:
 
 
 def load_policy() -> tuple[Any, Any]:
-    from slipstream.cluster.recovery import CACHE
+    from slipstream.cluster.models import CACHE
     from slipstream.core.recipe import load_recipe
     from slipstream.trainer.model import load_policy, load_tokenizer, resolve_model
 

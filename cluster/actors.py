@@ -78,7 +78,7 @@ class RolloutActor:
     async def start(
         self,
         recipe: Recipe,
-        model_path: str,
+        model_path: Path,
         index: int,
         place: RunPlace,
         version: WeightVersion,
@@ -106,17 +106,16 @@ class RolloutActor:
         await self._rewards.start(first_task)
         environments = Environments(recipe.rollout.environment, Path(place.search_path))
         environments.check(first_task)
-        path = Path(model_path)
-        encoder = PromptEncoder(load_tokenizer(path), chat=recipe.data.chat)
+        encoder = PromptEncoder(load_tokenizer(model_path), chat=recipe.data.chat)
         if recipe.rollout.environment.name != "single_turn":
             encoder.observation(first_task, "?", ())  # or a chat template that cannot go on fails here
-        limit = context_limit(recipe.model, path)
+        limit = context_limit(recipe.model, model_path)
         self._engine = await Engine.start(
-            path,
+            model_path,
             model=recipe.model,
             rollout=recipe.rollout,
             max_length=limit,
-            eos_ids=eos_token_ids(path),
+            eos_ids=eos_token_ids(model_path),
             seed=(recipe.seed * 1_000_003 + version.attempt * 1009 + index) % 2**31,
             version=version,
             transport=transport,
@@ -136,7 +135,7 @@ class RolloutActor:
                 max_tokens=sampling.max_tokens,
                 max_turns=recipe.rollout.environment.max_turns,
                 max_length=limit,
-                vocabulary=vocabulary_size(path),
+                vocabulary=vocabulary_size(model_path),
             ),
         )
         self._stager = Stager(place.run_id)
@@ -214,7 +213,7 @@ class LearnerActor:
 
         return ray.util.get_node_ip_address(), free_port()
 
-    def start(self, recipe: Recipe, model_path: str, rank: int, place: RunPlace, address: tuple[str, int]) -> None:
+    def start(self, recipe: Recipe, model_path: Path, rank: int, place: RunPlace, address: tuple[str, int]) -> None:
         redirect_output(Path(place.logs) / f"learner-{rank}.log")
         from slipstream.trainer.distributed import join
         from slipstream.trainer.learner import Learner
@@ -222,22 +221,22 @@ class LearnerActor:
         join(rank, recipe.trainer.ranks, *address, timeout_s=recipe.cluster.step_timeout_s)
         self._rank = rank
         self._bucket_bytes = int(recipe.trainer.bucket_mib * 2**20)
-        self._learner = Learner(recipe, Path(model_path), rank, recipe.trainer.ranks)
+        self._learner = Learner(recipe, model_path, rank, recipe.trainer.ranks)
 
     def begin_phase(self, optimizer: Optimizer, total_steps: int, epochs: int | None) -> None:
         self._learner.begin_phase(optimizer, total_steps, epochs)
 
-    def set_reference(self, path: str | None) -> None:
-        self._learner.set_reference(Path(path) if path else None)
+    def set_reference(self, path: Path | None) -> None:
+        self._learner.set_reference(path)
 
     def train(self, batch: TrainBatch) -> Metrics:
         return self._learner.train(batch)
 
-    def set_critic(self, path: str | None) -> None:
-        self._learner.set_critic(Path(path) if path else None)
+    def set_critic(self, path: Path | None) -> None:
+        self._learner.set_critic(path)
 
-    def set_teacher(self, path: str) -> None:
-        self._learner.set_teacher(Path(path))
+    def set_teacher(self, path: Path) -> None:
+        self._learner.set_teacher(path)
 
     def logprobs(self, samples: list[TrainSample], which: Literal["reference", "teacher"]) -> list[list[float]]:
         return self._learner.logprobs(samples, which)

@@ -121,7 +121,7 @@ class Controller:
             limit = self.recipe.cluster.stall_timeout_s
             watching = loops.create_task(watch(self.pulse, self.fleet, self.learners, limit, self._state))
             engines = loops.create_task(self._start_fleet())
-            await self.learners.start(self.parts.model_path)
+            await self.learners.start(self.parts.models.policy)
             await self._prepare_learner()
             self.stage = "waiting for the engines"
             await engines
@@ -158,15 +158,15 @@ class Controller:
 
     async def _start_fleet(self) -> None:
         transport = transport_name(self.recipe)
-        parts, states = self.parts, saved_drafts(self.parts.saved)
-        await self.fleet.start(parts.model_path, self.flow.learner, self.cursor.first(), transport, parts.draft_path, states)
+        models, states = self.parts.models, saved_drafts(self.parts.saved)
+        await self.fleet.start(models.policy, self.flow.learner, self.cursor.first(), transport, models.draft, states)
         self.pulse.beat()
 
     async def _prepare_learner(self) -> None:
         """Weights, optimizer, reference, teacher and critic as they are to be before the first batch."""
-        recipe, saved = self.recipe, self.parts.saved
-        if self.parts.teacher_path is not None:
-            await self.learners.set_teacher(self.parts.teacher_path)
+        recipe, saved, models = self.recipe, self.parts.saved, self.parts.models
+        if models.teacher is not None:
+            await self.learners.set_teacher(models.teacher)
         if saved is None and recipe.warm_start is not None:
             self.stage = "warm start"
             async for step, loss in self.imitation.warm_start(recipe.warm_start, self.flow.learner):
@@ -177,9 +177,9 @@ class Controller:
         if saved is not None:
             await self.learners.load(str(saved / recovery.LEARNER), recipe.policy_steps)
         elif recipe.algo.kl.coefficient:
-            await self.learners.set_reference(self.parts.reference_path)
+            await self.learners.set_reference(models.reference)
         if saved is None and recipe.algo.critic is not None:
-            await self.learners.set_critic(self.parts.critic_path)
+            await self.learners.set_critic(models.critic)
         if saved is None and recipe.warm_start is not None:
             await recovery.save(self)
         self.pulse.beat()

@@ -1,12 +1,16 @@
-"""The place in the data: which task comes next, as two numbers that a checkpoint can hold."""
+"""The tasks of a recipe as prompt ids, and the place among them as two numbers that a checkpoint can hold."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from slipstream.cluster.evaluation import Encoded
 from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task
+from slipstream.core.schema import Recipe
 from slipstream.rollout.prompts import PromptEncoder, PromptTooLong
-from slipstream.rollout.tasks import TaskSource
+from slipstream.rollout.tasks import TaskSource, open_source
+from slipstream.trainer.model import context_limit, load_tokenizer
 
 
 class Cursor:
@@ -70,3 +74,29 @@ class Cursor:
             except PromptTooLong:
                 self.skip()
         return found
+
+
+def held_out_tasks(recipe: Recipe, model_path: Path) -> list[Encoded]:
+    """The evaluation's tasks that fit, as prompt ids; none where ``monitor.eval.size`` is 0."""
+    if not recipe.monitor.eval.size:
+        return []
+    source = open_source(recipe.data, recipe.seed, "eval", recipe.monitor.eval)
+    return Cursor(source, prompt_encoder(recipe, model_path), 1).all()
+
+
+def prompt_encoder(recipe: Recipe, model_path: Path) -> PromptEncoder:
+    """Prompts as a run sees them; those that leave no room for a response do not fit."""
+    limit = context_limit(recipe.model, model_path)
+    return PromptEncoder(
+        load_tokenizer(model_path),
+        chat=recipe.data.chat,
+        system_prompt=recipe.data.system_prompt,
+        max_prompt_tokens=_prompt_limit(recipe, limit),
+        max_length=limit,
+    )
+
+
+def _prompt_limit(recipe: Recipe, context: int) -> int:
+    """Prompt tokens that leave room for a response of ``max_tokens``, and no more than the recipe allows."""
+    room = context - (recipe.rollout.sampling.max_tokens if recipe.algo.name != "sft" else 0)
+    return min(room, recipe.data.max_prompt_tokens or room)

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slipstream.cluster.cursor import Cursor
+from slipstream.cluster.cursor import Cursor, prompt_encoder
 from slipstream.cluster.launch import RunFailed
-from slipstream.cluster.recovery import CACHE, prompt_encoder
+from slipstream.cluster.models import CACHE
 from slipstream.cluster.waiting import alarm, within
 from slipstream.core.mistakes import UserError
 from slipstream.core.records import WeightVersion

@@ -1,4 +1,4 @@
-"""Drafts in a run: their folder, and what the run says about them."""
+"""Drafts in a run: where a checkpoint has them, their averaging, and what the run says about them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,11 @@ from typing import Any
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.metrics import Last, Mean, Metrics, Sum
-from slipstream.core.schema import Recipe
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.acceptance import Acceptance, DraftStats, Learning
-from slipstream.trainer.model import resolve_model
 
-KEY = "rollout.speculation.draft"
 FOLDER = "drafts"
 """Of a checkpoint."""
-
-
-def draft_folder(recipe: Recipe, cache: Path) -> Path | None:
-    """What ``rollout.speculation.draft`` means; None without one.  Raises UserError where it means nothing.
-
-    A ``draft_model`` is named as ``model.path`` is; the other methods' drafts are folders that only vLLM understands.
-    """
-    speculation = recipe.rollout.speculation
-    if speculation.draft is None:
-        return None
-    if speculation.method == "draft_model":
-        return resolve_model(recipe.model.model_copy(update={"path": speculation.draft}), recipe.seed, cache, KEY)
-    return Path(speculation.draft).expanduser()
 
 
 def saved_drafts(checkpoint: Path | None) -> list[Path]:

@@ -12,15 +12,18 @@ from typing import Any
 import ray
 
 from slipstream.cluster.actors import RunPlace
-from slipstream.cluster.drafts import draft_folder, saved_drafts
+from slipstream.cluster.cursor import held_out_tasks
+from slipstream.cluster.drafts import saved_drafts
 from slipstream.cluster.evaluation import Encoded, EvalResult, Evaluator
 from slipstream.cluster.faults import cause, describe
+from slipstream.cluster.fixed import require_same
 from slipstream.cluster.fleet import Fleet
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.launch import RunFailed, ray_session
 from slipstream.cluster.learners import LearnerGroup
+from slipstream.cluster.models import draft_folder
 from slipstream.cluster.pulse import Pulse, watch
-from slipstream.cluster.recovery import CACHE, held_out_tasks, last_checkpoint, require_same
+from slipstream.cluster.recovery import last_checkpoint
 from slipstream.cluster.staging import staging
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.mistakes import UserError
@@ -39,8 +42,8 @@ def evaluate_run(path: Path, overrides: Sequence[str], say: Callable[[str], None
         recipe = run.recipe(overrides)
         if not recipe.monitor.eval.size:
             raise UserError("monitor.eval.size: got 0, expected a number of tasks; give monitor.eval.size=256")
-        checkpoint, version = last_checkpoint(run)
-        require_same(recipe, checkpoint, ("data.", "monitor.eval."))  # or held-out rows would be rows that were trained on
+        checkpoint, version, state = last_checkpoint(run)
+        require_same(recipe, state["fixed"], ("data.", "monitor.eval."))  # or held-out rows would be rows that were trained on
         say(f"reading the checkpoint of step {version.batch}")
         model = Path(scratch) / "model"
         export_model(checkpoint, model)
@@ -74,9 +77,9 @@ async def _evaluate(
     say: Callable[[str], None],
 ) -> EvalResult:
     try:
-        draft_path = draft_folder(fleet.recipe, CACHE)
+        draft_path = draft_folder(fleet.recipe)
         say("starting the engine (a minute, mostly vLLM loading itself)")
-        await fleet.start(str(model), version, tasks[0][0], "mapped", draft_path, drafts)
+        await fleet.start(model, version, tasks[0][0], "mapped", draft_path, drafts)
         pulse.beat()
         say(f"sampling {len(tasks)} answers")
         await _watched(evaluator.run(version.batch), pulse, fleet)

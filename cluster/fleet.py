@@ -46,7 +46,7 @@ class Fleet:
 
     async def start(
         self,
-        model_path: str,
+        model_path: Path,
         version: WeightVersion,
         first_task: Task,
         transport: TransportName,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -26,7 +27,7 @@ class LearnerGroup:
     busy: int = 0
     """Calls under way; each has a time limit of its own."""
 
-    async def start(self, model_path: str) -> None:
+    async def start(self, model_path: Path) -> None:
         """Bring all ranks up; they meet at rank 0's address.  Raises TimeoutError after ``cluster.start_timeout_s``."""
         recipe = self.recipe
         gpus = gpu_share(recipe)
@@ -42,17 +43,17 @@ class LearnerGroup:
         """A fresh optimizer; ``epochs`` passes over each batch, those of the recipe where None."""
         await self._all("begin_phase", optimizer, total_steps, epochs)
 
-    async def set_reference(self, path: str | None) -> None:
+    async def set_reference(self, path: Path | None) -> None:
         await self._all("set_reference", path)
 
     async def train(self, batch: TrainBatch) -> Metrics:
         """One batch on every rank; rank 0's metrics are those of all ranks."""
         return (await self._all("train", ray.put(batch)))[0]
 
-    async def set_critic(self, path: str | None) -> None:
+    async def set_critic(self, path: Path | None) -> None:
         await self._all("set_critic", path)
 
-    async def set_teacher(self, path: str) -> None:
+    async def set_teacher(self, path: Path) -> None:
         await self._all("set_teacher", path)
 
     async def logprobs(self, samples: list[TrainSample], which: Literal["reference", "teacher"]) -> list[list[float]]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cluster.drafts import DraftUsage, draft_folder, summarise_drafts
+from slipstream.cluster.drafts import DraftUsage, summarise_drafts
+from slipstream.cluster.models import draft_folder
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.metrics import values
 from slipstream.core.recipe import load_recipe
@@ -68,8 +69,8 @@ def test_a_draft_is_named_as_a_model_is(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     text = "name: t\nmodel: {path: 'builtin:tiny'}\ndata: {source: 'builtin:number_sorting'}\n"
     recipe.write_text(text + "rollout: {speculation: {method: draft_model, draft: 'builtin:tiny'}}")
-    folder = draft_folder(load_recipe([recipe]), tmp_path)
+    folder = draft_folder(load_recipe([recipe]))
     assert folder is not None and (folder / "config.json").is_file()
     recipe.write_text(text + "rollout: {speculation: {method: draft_model, draft: nowhere}}")
     with pytest.raises(ValueError, match=r"rollout\.speculation\.draft: nowhere is no folder"):
-        draft_folder(load_recipe([recipe]), tmp_path)
+        draft_folder(load_recipe([recipe]))

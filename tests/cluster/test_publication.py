@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.publication import Publisher
@@ -91,23 +90,17 @@ def test_a_publication_is_measured_once(tmp_path: Path) -> None:
     assert telemetry.latest["weights/pause_s"] == 0.3, "the display shows the newest"
 
 
-def test_held_out_rows_of_a_file_may_not_change(tmp_path: Path) -> None:
+def test_held_out_rows_of_a_file_may_not_change() -> None:
     """A larger `monitor.eval.size` would test on rows that were trained on; generated tasks are divided by their text."""
-    import json
-
     import pytest
 
-    from slipstream.cluster import recovery
+    from slipstream.cluster.fixed import fixed_keys, require_same
 
     def with_size(recipe: Recipe, size: int) -> Recipe:
         evaluation = recipe.monitor.eval.model_copy(update={"size": size})
         return recipe.model_copy(update={"monitor": recipe.monitor.model_copy(update={"eval": evaluation})})
 
-    def kept(recipe: Recipe) -> Any:
-        (tmp_path / recovery.FILE).write_text(json.dumps({"fixed": recovery._fixed(recipe)}))
-        return recipe
-
-    recovery.require_same(with_size(kept(RECIPE), 1000), tmp_path)
+    require_same(with_size(RECIPE, 1000), fixed_keys(RECIPE))
     of_file = RECIPE.model_copy(update={"data": RECIPE.data.model_copy(update={"source": "rows.jsonl"})})
     with pytest.raises(ValueError, match=r"monitor\.eval\.size: got 1000"):
-        recovery.require_same(with_size(kept(of_file), 1000), tmp_path)
+        require_same(with_size(of_file, 1000), fixed_keys(of_file))

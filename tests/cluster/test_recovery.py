@@ -23,9 +23,12 @@ from slipstream.cluster.controller import Controller
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
+from slipstream.cluster.fixed import fixed_keys, require_same
 from slipstream.cluster.flow import Flow
+from slipstream.cluster.group_codec import decode_group, encode_group
 from slipstream.cluster.idle import IdleGroups
 from slipstream.cluster.launch import RunFailed, _write_ending, as_told
+from slipstream.cluster.models import find_models
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse
@@ -93,8 +96,8 @@ def a_group(prompt: Any) -> Group:
 def test_a_group_survives_the_checkpoint(prompt: Any) -> None:
     """Through JSON and back: the same tokens, log-probs to the last bit, versions, prompts of all three kinds."""
     group = a_group(prompt)
-    plain = json.loads(json.dumps(recovery.encode_group(group)))
-    assert recovery.decode_group(plain, lambda *place: {(2, 7): group.task}[place]) == group
+    plain = json.loads(json.dumps(encode_group(group)))
+    assert decode_group(plain, lambda *place: {(2, 7): group.task}[place]) == group
 
 
 def test_a_batch_is_saved_once() -> None:
@@ -108,13 +111,13 @@ def test_a_batch_is_saved_once() -> None:
         asyncio.run(recovery.save(controller))
 
 
-def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(tmp_path: Path, recipe: Recipe) -> None:
-    (tmp_path / recovery.FILE).write_text(json.dumps({"fixed": recovery._fixed(recipe)}))
+def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(recipe: Recipe) -> None:
+    saved = fixed_keys(recipe)
     longer = recipe.schedule.model_copy(update={"steps": 7})
-    recovery.require_same(recipe.model_copy(update={"schedule": longer}), tmp_path)
+    require_same(recipe.model_copy(update={"schedule": longer}), saved)
     other = recipe.model_copy(update={"seed": 1, "schedule": longer.model_copy(update={"group_size": 3})})
     with pytest.raises(ValueError, match=r"(?s)schedule.group_size: got 3, expected 8.*seed: got 1, expected 0.*start"):
-        recovery.require_same(other, tmp_path)
+        require_same(other, saved)
 
 
 # ---- the cursor
@@ -286,9 +289,9 @@ def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: 
 
     shape = r"model\.layers\.0\.mlp\.down_proj\.weight is \(128, 512\) in .*, and \(128, 256\) in .*other"
     with pytest.raises(ValueError, match=rf"algo\.kl\.refresh_every: .*{shape}"):
-        recovery._reference(recipe(other, refresh_every=5), policy)
-    assert recovery._reference(recipe(other), policy) == str(other), "as a reference that stays it will do"
-    assert recovery._reference(recipe(policy, refresh_every=5), policy) == str(policy)
+        find_models(recipe(other, refresh_every=5))
+    assert find_models(recipe(other)).reference == other, "as a reference that stays it will do"
+    assert find_models(recipe(policy, refresh_every=5)).reference == policy
 
 
 def test_a_reference_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ def test_a_reference_of_another_vocabulary_is_refused_at_the_start(tmp_path: Pat
         }
     )
     with pytest.raises(ValueError, match=r"model\.reference: .* differs from the policy's .* in 2 tokens: 'a' is 15, not 14"):
-        recovery._reference(recipe, policy)
+        find_models(recipe)
 
 
 def answer(reward: float) -> Trajectory:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.cluster.cli import app
-from slipstream.cluster.recovery import CACHE
+from slipstream.cluster.models import CACHE
 from slipstream.core.audit import audit
 from slipstream.core.rundir import RunDirectory, read_jsonl
 from slipstream.trainer.model import resolve_model

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.cluster.recovery import CACHE
+from slipstream.cluster.models import CACHE
 from slipstream.core.audit import audit
 from slipstream.core.rundir import read_jsonl
 from slipstream.core.schema import Model
