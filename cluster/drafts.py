@@ -21,7 +21,9 @@ FOLDER = "drafts"
 
 def saved_drafts(checkpoint: Path | None) -> list[Path]:
     """What the engines wrote down of drafts that learn, the first engine's first; none in a checkpoint without."""
-    return sorted((checkpoint / FOLDER).iterdir()) if checkpoint is not None and (checkpoint / FOLDER).is_dir() else []
+    if checkpoint is None or not (checkpoint / FOLDER).is_dir():
+        return []
+    return sorted((checkpoint / FOLDER).iterdir(), key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
 async def share_drafts(fleet: Fleet, every_s: float, telemetry: Telemetry) -> None:
@@ -53,7 +55,7 @@ class DraftUsage:
         since = now.minus(self._last) if self._last is not None else now
         metrics = since.metrics()
         if learning:
-            metrics |= _learnt_since(learning, self._learnt or [None] * len(learning), batches)
+            metrics |= _learnt_since(learning, self._learnt or [None] * len(learning))
         elif self._has_weights:
             metrics["draft/lag"] = Last(batches)
         self._last, self._learnt = now, learning
@@ -69,7 +71,7 @@ def _learning(engines: Sequence[DraftStats | None]) -> list[Learning]:
     return [one.learning for one in engines if one is not None and one.learning is not None]
 
 
-def _learnt_since(now: Sequence[Learning], before: Sequence[Learning | None], batches: int) -> Metrics:
+def _learnt_since(now: Sequence[Learning], before: Sequence[Learning | None]) -> Metrics:
     """``draft/*`` of learning drafts, one per engine; ``draft/lag`` is of the one that has not learnt for longest."""
 
     def since(count: Callable[[Learning], float]) -> float:
@@ -77,9 +79,8 @@ def _learnt_since(now: Sequence[Learning], before: Sequence[Learning | None], ba
 
     busy = since(lambda one: one.busy_s)
     found: Metrics = {
-        "draft/lag": Last(batches - min(one.learned_batch for one in now)),
+        "draft/lag": Last(max(one.policy_batch - one.learned_batch for one in now)),
         "draft/updates": Sum(since(lambda one: one.updates)),
-        "draft/updates_total": Last(sum(one.updates for one in now)),
         "draft/kills": Sum(since(lambda one: one.kills)),
         "draft/postponed": Sum(since(lambda one: one.postponed)),
         "draft/lr": Last(min(one.lr for one in now)),

@@ -44,7 +44,9 @@ class TestTimeSpeculation(Section):
     max_memory_mib: Rate = Field(256.0, description="of recorded distributions and the followed requests' draft caches")
     max_cost_share: Fraction = Field(0.15, description="share of the engine's time that updates may take; they wait beyond it")
     max_replica_kl: Rate = Field(1e-3, description="nats between the draft in the engine and its trainable copy, at the start")
-    baseline_rounds: Positive = Field(20, description="rounds that measure the draft at rest, first and after new weights")
+    baseline_rounds: Positive = Field(
+        20, description="rounds that measure the draft at rest: first, after new weights, and after it was restored"
+    )
     share_every_s: Rate | None = Field(
         None, description="seconds between two averagings of the engines' drafts, by accepted tokens; default: never"
     )

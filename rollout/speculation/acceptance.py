@@ -78,7 +78,8 @@ class Learning:
     """What a learning draft has done since the engine's start.
 
     ``postponed`` rounds had an update due that would have cost too much; ``update_s`` of the engine's ``busy_s`` seconds went
-    into updates; ``loss`` is the last one's (nan before the first); ``learned_batch`` was the policy's batch then.
+    into updates; ``loss`` is the last one's (nan before the first); ``learned_batch`` was the policy's batch then, and
+    ``policy_batch`` is what it is now, in this engine.
     ``baseline`` is the acceptance length of the draft at rest, nan until it is measured.
     """
 
@@ -89,6 +90,7 @@ class Learning:
     lr: float
     update_s: float
     busy_s: float
+    policy_batch: int
     learned_batch: int
     baseline: float
 

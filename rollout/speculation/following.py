@@ -45,7 +45,7 @@ class Following:
         """Keep the hidden states of followed requests; for a student that reads them, following begins at the first token."""
         for one in forward.parts:
             request = self.requests.get(one.request_id)
-            if one.start == 0 and len(self.requests) < self.capacity:
+            if one.start == 0 and (request is not None or len(self.requests) < self.capacity):
                 request = self.requests[one.request_id] = Followed()  # anew where it was preempted
             if request is None:
                 continue

@@ -119,6 +119,17 @@ class RunnerV1:
 
         self._runner.rejection_sampler.register_forward_hook(hook)
 
+    def judge_undefined_drafts(self) -> None:
+        """A draft that has diverged proposes by no distribution, and vLLM's kernels would then write token 0: see
+        ``make_certain``."""
+
+        def hook(module: Any, arguments: tuple[Any, ...]) -> None:
+            metadata, draft_probs, *_ = arguments
+            if draft_probs is not None:
+                make_certain(draft_probs, metadata.draft_token_ids)
+
+        self._runner.rejection_sampler.register_forward_pre_hook(hook)
+
     def after_forward(self, listener: Callable[[Forward], None]) -> None:
         """Call ``listener`` after each forward of a target whose draft reads hidden states, before it is verified."""
         execute = self._runner.execute_model
@@ -211,3 +222,14 @@ class RunnerV1:
             return known + sampled[one.slot, : one.accepted + 1].tolist()
 
         return Round(judged, logits[metadata.target_logits_indices], draft_probs, tokens)
+
+
+def make_certain(probs_RV: Tensor, drafted_R: Tensor) -> None:
+    """In place: rows that are not finite become certain of the token that was drafted.
+
+    Rejection sampling is exact for them, whatever drew that token: it is kept with the target's probability of it, and the
+    others are drawn by theirs.
+    """
+    undefined_R1 = ~probs_RV.sum(-1, keepdim=True).isfinite()
+    probs_RV.masked_fill_(undefined_R1, 0.0)
+    probs_RV.scatter_add_(1, drafted_R[:, None].long(), undefined_R1.to(probs_RV.dtype))

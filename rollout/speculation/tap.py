@@ -24,8 +24,10 @@ class Tap:
         self._lookahead = lookahead
         if lookahead is not None:
             runner.look_ahead(lookahead)
-        if updater is not None and updater.reads_features:
-            runner.after_forward(updater.read)
+        if updater is not None:
+            runner.judge_undefined_drafts()
+            if updater.reads_features:
+                runner.after_forward(updater.read)
         runner.after_verification(self.observe)
 
     def observe(self, verification: Round) -> None:

@@ -29,9 +29,10 @@ log = logging.getLogger("slipstream")
 Publish = Callable[[Iterable[tuple[str, Tensor]]], None]
 WEIGHTS, STATE = "draft.safetensors", "draft.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_KEPT = ("lr", "updates", "kills", "postponed", "policy_batch", "learned_batch")
+_KEPT = ("lr", "age", "policy_batch", "learned_batch")
 SNAPSHOT_EVERY = 20
-"""Updates between two snapshots of the draft.  The kill switch restores the last but one, which has proved itself."""
+"""Updates between two snapshots of the draft.  The kill switch restores the last but one, which has proved itself; whenever one
+has, a rate that was halved doubles again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Updater:
         self._good = self._candidate = self._copy()
         self.refused: str | None = None
         self.updates = self.kills = self.postponed = 0
+        self.age = 0
+        """Updates behind this draft, those before a resume included."""
         self.update_s = self._last_s = 0.0
         self.loss = math.nan
         self.policy_batch = self.learned_batch = 0
@@ -95,12 +98,13 @@ class Updater:
         """Learn from a verification; at an update, publish before the next drafts are proposed."""
         if self.refused:
             return
-        for one in verification.judged:
-            self.watchdog.count(one.accepted + 1)
-            self._accepted += one.accepted
+        self.watchdog.count([one.accepted + 1 for one in verification.judged])
+        self._accepted += sum(one.accepted for one in verification.judged)
         with torch.inference_mode(False), torch.no_grad():
             if self._pending is not None and self._placement.done:
                 self._land()
+            elif self._pending is None and self.watchdog.rings:
+                self._restore("worse than at rest")
             with_proposed = bool(self._settings.proximal) or not self._verified
             self._following.learn(verification, running, with_proposed=with_proposed)
             self._rounds += 1
@@ -176,15 +180,27 @@ class Updater:
         self._placement.join()
         loss, norm = landed.loss.item(), landed.norm.item()
         self._pay()
-        if not (math.isfinite(loss) and math.isfinite(norm)) or self.watchdog.rings:
-            self._restore(f"loss {loss:.3g}, acceptance length {self.watchdog.average:.3f}")
+        if not (math.isfinite(loss) and math.isfinite(norm) and self._is_finite()):
+            self._restore(f"loss {loss:.3g}, gradient norm {norm:.3g}")
+            return
+        if self.watchdog.rings:
+            self._restore("worse than at rest")
             return
         self._publish(self._student.weights())
-        self.updates += 1
+        self.updates, self.age = self.updates + 1, self.age + 1
         self.loss = loss
         self.learned_batch = landed.policy_batch
         if self.updates % SNAPSHOT_EVERY == 0 and self.watchdog.content:
             self._good, self._candidate = self._candidate, self._copy()
+            self._set_rate(min(2 * self.lr, self._settings.lr))
+
+    def _is_finite(self) -> bool:
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self._student.parameters())
+
+    def _set_rate(self, lr: float) -> None:
+        self.lr = lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
 
     def _pay(self) -> None:
         self._last_s = self._placement.seconds
@@ -205,7 +221,8 @@ class Updater:
         """Back to the last draft that proved itself, with half the rate."""
         self.kills += 1
         self.lr /= 2
-        log.warning("draft restored (%s; at rest %.3f); its rate is now %g", why, self.watchdog.baseline, self.lr)
+        lengths = f"acceptance length {self.watchdog.average:.3f}, at rest {self.watchdog.baseline:.3f}"
+        log.warning("draft restored: %s (%s); its rate is now %g", why, lengths, self.lr)
         for parameter, good in zip(self._student.parameters(), self._good, strict=True):
             parameter.detach().copy_(good)
         self._candidate = self._good
@@ -223,30 +240,39 @@ class Updater:
     # ---- what engines share
 
     def lend(self, file: Path) -> int:
-        """Write the draft's weights to ``file`` (safetensors); returns the draft tokens accepted since the last time."""
+        """Write the draft's weights to ``file`` (safetensors); returns the draft tokens accepted since the last time.
+
+        A draft that has become worse is restored first; one at rest has nothing to teach, so that its tokens do not count.
+        """
         self._settle()
+        if self.watchdog.rings:
+            self._restore("worse than at rest")
         save_file({name: weight.contiguous() for name, weight in self._student.weights()}, file)
         accepted, self._accepted = self._accepted, 0
-        return accepted
+        return 0 if self.watchdog.resting else accepted
 
     def adopt(self, file: Path) -> None:
         """Go on from the weights in ``file``, which ``lend`` and averaging made; moments and figures stay."""
         self._settle()
-        self._take(load_file(file))
+        if not self._verified:  # what the draft before has proposed says nothing about the copy of this one
+            self._following.requests.clear()
+            self._rounds = 0
+        self._take(self._student.parameters(), load_file(file))
         self._publish(self._student.weights())
 
-    def _take(self, weights: Mapping[str, Tensor]) -> None:
-        for (name, _), parameter in zip(self._student.weights(), self._student.parameters(), strict=True):
-            parameter.detach().copy_(weights[name])
+    def _take(self, into: Iterable[Tensor], weights: Mapping[str, Tensor]) -> None:
+        for (name, _), tensor in zip(self._student.weights(), into, strict=True):
+            tensor.detach().copy_(weights[name])
 
     # ---- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Draft, Adam's moments and the watchdog's figures, as safetensors and JSON."""
+        """Draft, the last one that proved itself, Adam's moments and the watchdog's figures, as safetensors and JSON."""
         self._settle()
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name, _ in self._student.weights()]
         tensors = {f"draft.{name}": weight.contiguous() for name, weight in self._student.weights()}
+        tensors |= {f"good.{name}": good.contiguous() for name, good in zip(names, self._good, strict=True)}
         for index, kept in self._optimizer.state_dict()["state"].items():
             tensors |= {f"{part}.{names[index]}": kept[part] for part in _MOMENTS}
         save_file(tensors, folder / WEIGHTS)
@@ -264,12 +290,13 @@ class Updater:
         for name in _KEPT:
             setattr(self, name, state[name])
         self.watchdog = Watchdog(**state["watchdog"])
-        self._take({name: tensors[f"draft.{name}"] for name in names})
+        self._take(self._student.parameters(), {name: tensors[f"draft.{name}"] for name in names})
+        self._good, self._candidate = self._copy(), self._copy()
+        self._take(self._good, {name: tensors[f"good.{name}"] for name in names})
         self._optimizer = self._new_optimizer()
         groups = self._optimizer.state_dict()["param_groups"]
         kept = {i: {part: tensors[f"{part}.{n}"] for part in _MOMENTS} for i, n in enumerate(names) if f"step.{n}" in tensors}
         self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
-        self._good = self._candidate = self._copy()
         self._publish(self._student.weights())
 
     def report(self) -> dict[str, Any]:
@@ -284,5 +311,6 @@ class Updater:
             "busy_s": self._busy_s(),
             "baseline": self.watchdog.baseline,
             "average": self.watchdog.average,
+            "policy_batch": self.policy_batch,
             "learned_batch": self.learned_batch,
         }

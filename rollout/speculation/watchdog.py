@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """Two running figures over verified drafts: a baseline over the first ``horizon``, and the average of about the last.
+    """Two running figures over verified drafts: a baseline over the first ``horizon`` rounds, and the average of about as many
+    drafts since.
 
     ``below`` is the share of the baseline that the average may fall to; three standard errors of the difference of the two
     are allowed on top, so that chance alone does not ring.
 
-    After new policy weights the next ``horizon`` drafts measure a baseline anew: what is lost there is the policy's doing.
+    After new policy weights the next ``horizon`` rounds measure a baseline anew: what is lost there is the policy's doing.
     What the draft had lost under the policy before is not forgiven with it, or it could decline unseen, a little per policy.
+    After an alarm the draft that was restored is measured anew, at rest: if it does no better, the baseline was luck.
     """
 
     horizon: int
@@ -22,28 +25,35 @@ class Watchdog:
     baseline: float = math.nan
     average: float = math.nan
     variance: float = 0.0
+    """Of the tokens of a draft, when the baseline was measured."""
+    spread: float = 0.0
+    """The same, running: a lucky baseline may have no variance at all."""
+    drafts: int = 0
+    """In the last baseline."""
+    resting: bool = True
+    """Whether a baseline is being measured for which the draft must not learn."""
+    _rounds: int = 0
     _count: int = 0
     _sum: float = 0.0
     _squares: float = 0.0
     _kept: float = 1.0
 
     @property
-    def resting(self) -> bool:
-        """Whether the first baseline is still being measured; the draft must not learn meanwhile."""
-        return math.isnan(self.baseline)
-
-    @property
     def measuring(self) -> bool:
-        return self._count < self.horizon
+        return self._rounds < self.horizon
 
-    def count(self, tokens: int) -> None:
-        """One verified draft gave so many tokens (accepted ones and the target's own)."""
-        if not math.isnan(self.average):
-            self.average += (tokens - self.average) / self.horizon
-        if self.measuring:
-            self._count += 1
-            self._sum += tokens
-            self._squares += tokens * tokens
+    def count(self, tokens: Sequence[float]) -> None:
+        """A round, with the tokens that each of its verified drafts gave (accepted ones and the target's own)."""
+        if self.drafts:
+            for one in tokens:
+                off = one - self.average
+                self.average += off / self.drafts
+                self.spread += (off * off * (1 - 1 / self.drafts) - self.spread) / self.drafts
+        if self.measuring and tokens:
+            self._rounds += 1
+            self._count += len(tokens)
+            self._sum += sum(tokens)
+            self._squares += sum(one * one for one in tokens)
             if not self.measuring:
                 self._settle()
 
@@ -51,8 +61,9 @@ class Watchdog:
         mean = self._sum / self._count
         self.variance = max(self._squares / self._count - mean * mean, 0.0)
         self.baseline = mean if math.isnan(self.baseline) else min(self.baseline, mean / self._kept)
-        if math.isnan(self.average):
-            self.average = mean
+        self.drafts = self._count
+        if self.resting:
+            self.average, self.spread, self.resting = mean, self.variance, False
 
     def new_policy(self) -> None:
         """A policy that has moved may be harder to follow: the baseline may fall to what comes next, never rise."""
@@ -60,7 +71,10 @@ class Watchdog:
             return
         if not self.measuring:
             self._kept = min((self.average + self._error) / self.baseline, 1.0)
-        self._count, self._sum, self._squares = 0, 0.0, 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rounds, self._count, self._sum, self._squares = 0, 0, 0.0, 0.0
 
     @property
     def rings(self) -> bool:
@@ -70,7 +84,7 @@ class Watchdog:
     @property
     def _error(self) -> float:
         """Standard error of average − baseline; an exponential average over h drafts has the variance of a mean over 2 h."""
-        return math.sqrt(self.variance * 1.5 / self.horizon)
+        return math.sqrt(max(self.variance, self.spread) * 1.5 / self.drafts)
 
     @property
     def content(self) -> bool:
@@ -78,5 +92,6 @@ class Watchdog:
         return not self.resting and self.average >= self.baseline
 
     def restart(self) -> None:
-        """After the draft was restored: the average begins at the baseline again."""
-        self.average, self._kept = self.baseline, 1.0
+        """The draft was restored: it rests until it is measured."""
+        self.resting, self._kept = True, 1.0
+        self._begin()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cluster.drafts import DraftUsage, summarise_drafts
+from slipstream.cluster.drafts import DraftUsage, saved_drafts, summarise_drafts
 from slipstream.cluster.models import draft_folder
 from slipstream.cluster.telemetry import Telemetry
 from slipstream.core.metrics import values
@@ -21,7 +21,7 @@ def engine(histogram: tuple[int, ...], learning: Learning | None = None) -> Draf
 
 def learning(updates: int, update_s: float, busy_s: float, learned_batch: int, loss: float = 0.5) -> Learning:
     return Learning(updates=updates, kills=0, postponed=0, loss=loss, lr=1e-3, update_s=update_s, busy_s=busy_s,
-                    learned_batch=learned_batch, baseline=1.25)  # fmt: skip
+                    policy_batch=5, learned_batch=learned_batch, baseline=1.25)  # fmt: skip
 
 
 def test_without_speculation_nothing_is_said() -> None:
@@ -41,12 +41,12 @@ def test_two_engines_with_a_frozen_draft() -> None:
 
 
 def test_learning_drafts() -> None:
-    """Of 10 s of work in the step 1.2 s were updates; the older of the two drafts learnt at batch 2."""
+    """Of 10 s of work in the step 1.2 s were updates; the older of the two drafts learnt at batch 2, and the engines hold 5."""
     usage = DraftUsage(Speculation(method="draft_model", draft="d"))
     usage.begin([engine((1, 0, 0), learning(0, 0.0, 4.0, 0, math.nan)), engine((1, 0, 0), learning(1, 0.2, 6.0, 0))])
     now = [engine((2, 0, 0), learning(3, 0.6, 8.0, 5, 0.4)), engine((2, 0, 0), learning(5, 0.8, 12.0, 2, 0.6))]
-    found = values(usage.step(now, 5))
-    assert (found["draft/updates"], found["draft/updates_total"], found["draft/lag"]) == (7, 8, 3)
+    found = values(usage.step(now, 6))
+    assert (found["draft/updates"], found["draft/lag"]) == (7, 3)
     assert found["draft/cost_share"] == pytest.approx(0.12)
     assert (found["draft/loss"], found["draft/baseline"]) == (pytest.approx(0.5), 1.25)
 
@@ -74,3 +74,10 @@ def test_a_draft_is_named_as_a_model_is(tmp_path: Path) -> None:
     recipe.write_text(text + "rollout: {speculation: {method: draft_model, draft: nowhere}}")
     with pytest.raises(ValueError, match=r"rollout\.speculation\.draft: nowhere is no folder"):
         draft_folder(load_recipe([recipe]))
+
+
+def test_saved_drafts_are_in_the_order_of_their_engines(tmp_path: Path) -> None:
+    for index in range(11):
+        (tmp_path / "drafts" / f"engine-{index}").mkdir(parents=True)
+    assert [folder.name for folder in saved_drafts(tmp_path)] == [f"engine-{index}" for index in range(11)]
+    assert saved_drafts(None) == saved_drafts(tmp_path / "drafts") == []

@@ -1,6 +1,7 @@
 """The parts of speculation that need no engine: loss, student, watchdog, counters, options."""
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.acceptance import Acceptance
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
 from slipstream.rollout.speculation.options import speculative_config
+from slipstream.rollout.speculation.runner_v1 import make_certain
 from slipstream.rollout.speculation.student import DraftModelStudent, Prefix
 from slipstream.rollout.speculation.watchdog import Watchdog
 
@@ -83,30 +85,34 @@ def test_the_watchdog_rings_for_a_fall_and_not_for_chance() -> None:
     """
     watchdog = Watchdog(horizon=100, below=0.95)
     for _ in range(50):
-        watchdog.count(1)
-        watchdog.count(3)
+        watchdog.count([1])
+        watchdog.count([3])
     assert (watchdog.resting, watchdog.baseline, watchdog.average, watchdog.variance) == (False, 2.0, 2.0, 1.0)
     for _ in range(62):
-        watchdog.count(1)
+        watchdog.count([1])
     assert not watchdog.rings and not watchdog.content
-    watchdog.count(1)
+    watchdog.count([1])
     assert watchdog.rings
     watchdog.restart()
-    assert not watchdog.rings and watchdog.average == 2.0
+    assert not watchdog.rings and watchdog.resting
+    for tokens in [1, 3, 2, 2] * 25:
+        assert watchdog.resting, "the restored draft is measured at rest"
+        watchdog.count([tokens])
+    assert not watchdog.resting and (watchdog.baseline, watchdog.average) == (2.0, 2.0)
 
 
 def test_a_new_policy_may_only_lower_the_baseline() -> None:
     watchdog = Watchdog(horizon=10, below=0.95)
     for tokens in [2] * 10:
-        watchdog.count(tokens)
+        watchdog.count([tokens])
     watchdog.new_policy()
     for tokens in [1, 2] * 5:
         assert not watchdog.rings, "no alarm while the policy's new baseline is being measured"
-        watchdog.count(tokens)
+        watchdog.count([tokens])
     assert watchdog.baseline == 1.5
     watchdog.new_policy()
     for tokens in [3] * 10:
-        watchdog.count(tokens)
+        watchdog.count([tokens])
     assert watchdog.baseline == 1.5 and watchdog.content
 
 
@@ -117,10 +123,52 @@ def test_a_slow_decline_over_many_policies_is_noticed() -> None:
     for policy in range(4):
         for share in (1.0, 0.97):
             for _ in range(60):
-                watchdog.count(2.0 * 0.97**policy * share)  # type: ignore[arg-type]
+                watchdog.count([2.0 * 0.97**policy * share])
         lengths.append((round(watchdog.average, 2), watchdog.rings))
         watchdog.new_policy()
     assert lengths == [(1.94, False), (1.88, True), (1.83, True), (1.77, True)]
+
+
+def test_rounds_of_many_requests_make_a_watchdog_sharp() -> None:
+    """20 rounds of 16 drafts: 320 lengths of mean 2.2 and variance 1.5, so 3 standard errors are 0.25; a fall to 1.6 is seen,
+    and nothing rings where nothing has changed."""
+    generator = random.Random(0)
+    watchdog = Watchdog(horizon=20, below=0.95)
+
+    def rounds(accepted: float, count: int) -> bool:
+        for _ in range(count):
+            drafts = [next(k for k in range(4) if k == 3 or generator.random() > accepted) + 1 for _ in range(16)]
+            watchdog.count(drafts)
+            if watchdog.rings:
+                return True
+        return False
+
+    assert not rounds(0.6, 400)
+    assert watchdog.drafts == 320
+    assert rounds(0.4, 40)
+
+
+@pytest.mark.parametrize("accepted", [0.6, 0.9, 0.95, 0.98])
+def test_a_draft_that_never_changes_rings_seldom(accepted: float) -> None:
+    """One request, 20 drafts in the baseline, 20 seeds of 2,000 rounds each: a lucky baseline is found out, not rung for."""
+    alarms = []
+    for seed in range(20):
+        generator = random.Random(seed)
+        watchdog = Watchdog(horizon=20, below=0.95)
+        alarms.append(0)
+        for _ in range(2000):
+            watchdog.count([next(k for k in range(4) if k == 3 or generator.random() > accepted) + 1])
+            if watchdog.rings:
+                alarms[-1] += 1
+                watchdog.restart()
+    assert max(alarms) <= 2 and sum(alarms) <= 10, alarms
+
+
+def test_a_draft_that_is_no_distribution_is_judged_as_a_certain_one() -> None:
+    """Kept by p of its token, else another by theirs: the law is p.  Rows that are distributions stay."""
+    probs = torch.tensor([[0.1, 0.2, 0.7], [math.nan] * 3, [0.5, math.inf, 0.0], [0.0, 1.0, 0.0]])
+    make_certain(probs, torch.tensor([2, 0, 2, 1], dtype=torch.int32))
+    assert torch.equal(probs, torch.tensor([[0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
 
 
 def test_acceptance_by_hand() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.core.speculation import TestTimeSpeculation
+from slipstream.rollout.speculation.following import Following
 from slipstream.rollout.speculation.placement import Inline, Placement
-from slipstream.rollout.speculation.runner_v1 import Judged, Round
+from slipstream.rollout.speculation.runner_v1 import Forward, Judged, Part, Round
 from slipstream.rollout.speculation.sharing import average
-from slipstream.rollout.speculation.student import DraftModelStudent
+from slipstream.rollout.speculation.student import DraftModelStudent, Lesson
 from slipstream.rollout.speculation.updater import Updater
 
 K = 3
@@ -99,7 +101,7 @@ class Loop:
 
 def settings(**keys) -> TestTimeSpeculation:
     return TestTimeSpeculation.model_validate(
-        {"enabled": True, "lr": 3e-3, "baseline_rounds": 20, "max_cost_share": 1.0, **keys}
+        {"enabled": True, "lr": 3e-3, "baseline_rounds": 10, "max_cost_share": 1.0, **keys}
     )
 
 
@@ -115,7 +117,7 @@ def loop(tiny: Path, small_draft: Path) -> Loop:
 
 @pytest.mark.parametrize("rounds", ["all", "latest"])
 def test_what_is_learnt_holds_on_new_text(loop: Loop, small_draft: Path, rounds: str) -> None:
-    """Round 5 compares the copies, round 10 ends the baseline (20 verified drafts) and updates; then every fifth does."""
+    """Round 5 compares the copies, round 10 ends the baseline and updates; then every fifth does."""
     updater = updater_of(loop, small_draft, settings(rounds=rounds))
     at_rest = loop.overlap()
     loop.run(updater, 9)
@@ -135,15 +137,15 @@ def test_a_copy_of_another_model_is_refused(loop: Loop, tiny: Path) -> None:
 def test_a_rate_that_diverges_is_undone(loop: Loop, small_draft: Path) -> None:
     """Adam at a rate of 1: the draft is destroyed, found worse than at rest, and put back as it was; the rate is halved."""
     original = [p.clone() for p in loop.draft.parameters()]
-    updater = updater_of(loop, small_draft, settings(lr=1.0, kill_below=1.0, baseline_rounds=40))
+    updater = updater_of(loop, small_draft, settings(lr=1.0, kill_below=1.0, baseline_rounds=20))
+    loop.run(updater, 20)
     updater.watchdog.baseline = updater.watchdog.average = 2.0  # a draft that had been good at rest
-    updater.watchdog._count = 40
     while not updater.kills:
         loop.run(updater, 5)
         assert updater.updates < 100
     assert updater.lr == 0.5
     assert all(torch.equal(now, before) for now, before in zip(loop.draft.parameters(), original, strict=True))
-    assert not updater.watchdog.rings
+    assert not updater.watchdog.rings and updater.watchdog.resting
 
 
 def test_a_loss_that_is_not_finite_is_undone(loop: Loop, small_draft: Path) -> None:
@@ -155,6 +157,39 @@ def test_a_loss_that_is_not_finite_is_undone(loop: Loop, small_draft: Path) -> N
     loop.run(updater, 5)
     assert (updater.updates, updater.kills, updater.lr) == (learnt, 1, 1.5e-3)
     assert all(torch.isfinite(p).all() for p in loop.draft.parameters())
+
+
+def test_a_step_to_weights_that_are_not_finite_is_undone(loop: Loop, small_draft: Path) -> None:
+    """Loss and gradient were of the weights before the step."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 14)
+    first = next(iter(updater._student.parameters())).detach()
+    updater._optimizer.step = lambda: first.fill_(math.inf)  # type: ignore[method-assign]
+    loop.run(updater, 1)
+    assert (updater.updates, updater.kills) == (1, 1)
+    assert all(torch.isfinite(p).all() for p in loop.draft.parameters())
+
+
+def test_an_alarm_does_not_wait_for_an_update_that_can_be_paid(loop: Loop, small_draft: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    updater._last_s = math.inf
+    updater.watchdog.average = 0.0
+    loop.run(updater, 1)
+    assert updater.kills == 1 and updater.watchdog.resting
+
+
+def test_a_draft_that_has_proved_itself_gets_its_rate_back(loop: Loop, small_draft: Path) -> None:
+    """20 updates after an alarm, at least as good as at rest: the halved rate doubles, and no further than the recipe's."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    updater._restore("a test")
+    assert updater.lr == 1.5e-3
+    updater.watchdog.below = 0.0
+    while updater.updates < 60:
+        updater.watchdog.average = 4.0
+        loop.run(updater, 5)
+    assert updater.lr == 3e-3 == updater._optimizer.param_groups[0]["lr"]
 
 
 def test_updates_wait_when_they_cost_too_much(tiny: Path, small_draft: Path) -> None:
@@ -192,12 +227,29 @@ def test_a_saved_draft_goes_on_as_it_was(loop: Loop, tiny: Path, small_draft: Pa
     again.load(tmp_path)
     assert other.published == 1
     assert all(torch.equal(a, b) for a, b in zip(other.draft.parameters(), loop.draft.parameters(), strict=True))
-    assert again.watchdog == updater.watchdog and (again.updates, again.lr) == (updater.updates, updater.lr) == (5, 3e-3)
+    assert again.watchdog == updater.watchdog and (again.age, again.lr) == (updater.updates, updater.lr) == (5, 3e-3)
     mine, theirs = (u._optimizer.state_dict()["state"] for u in (updater, again))
     assert mine.keys() == theirs.keys() and len(mine) > 5
     assert all(torch.equal(mine[i][part], theirs[i][part]) for i in mine for part in ("step", "exp_avg", "exp_avg_sq"))
     other.run(again, 10)
-    assert again.refused is None and again.updates == 6
+    assert again.refused is None and (again.updates, again.age) == (1, 6), "counters are the engine's, from its start"
+
+
+def test_what_a_resume_restores_is_the_draft_that_proved_itself(
+    loop: Loop, tiny: Path, small_draft: Path, tmp_path: Path
+) -> None:
+    """The checkpoint's live draft is destroyed and not yet found out."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    good = [tensor.clone() for tensor in updater._good]
+    for parameter in updater._student.parameters():
+        parameter.detach().mul_(3.0)
+    updater.save(tmp_path)
+    again = updater_of(Loop(tiny, small_draft), small_draft, settings())
+    again.load(tmp_path)
+    assert not torch.equal(next(iter(again._student.parameters())), good[0])
+    again._restore("a test")
+    assert all(torch.equal(now, then) for now, then in zip(again._student.parameters(), good, strict=True))
 
 
 def test_memory_bounds_the_requests_that_are_followed(loop: Loop, small_draft: Path) -> None:
@@ -277,6 +329,40 @@ def test_an_average_of_drafts_is_adopted(loop: Loop, small_draft: Path, tmp_path
     updater.adopt(tmp_path / "average.safetensors")
     assert all(torch.equal(parameter, halved[name]) for name, parameter in loop.draft.named_parameters())
     assert updater.updates == 3 and updater._optimizer.state
+
+
+def test_an_average_that_comes_before_the_copies_are_compared_is_no_mistake(
+    loop: Loop, small_draft: Path, tmp_path: Path
+) -> None:
+    """Three rounds were proposed by the draft before; the copy is of the one adopted."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 3)
+    updater.lend(tmp_path / "lent.safetensors")
+    other = {name: weight * 1.5 for name, weight in load_file(tmp_path / "lent.safetensors").items()}
+    save_file(other, tmp_path / "average.safetensors")
+    updater.adopt(tmp_path / "average.safetensors")
+    loop.run(updater, 20)
+    assert updater.refused is None and updater.updates > 0
+
+
+def test_a_draft_that_has_become_worse_is_restored_before_it_is_lent(loop: Loop, small_draft: Path, tmp_path: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    updater.watchdog.average = 0.0
+    assert updater.lend(tmp_path / "lent.safetensors") == 0 and updater.kills == 1
+    lent = load_file(tmp_path / "lent.safetensors")
+    assert all(torch.equal(lent[name], good) for (name, _), good in zip(updater._student.weights(), updater._good, strict=True))
+
+
+def test_a_preempted_request_is_followed_anew_where_there_is_room_for_no_other() -> None:
+    """Its features of before, and the lessons on them, go: positions begin at 0 again."""
+    student = SimpleNamespace(vocabulary=8, token_ids=None, prefix_bytes=lambda length: 0, reads_features=True)
+    following = Following(settings(max_requests=1), student, Inline(), tokens=K, max_length=64)  # type: ignore[arg-type]
+    following.read(Forward([Part("a", 0, slice(0, 40))], [torch.zeros(40, 4)]))
+    following.requests["a"].lessons.append(Lesson(38, T, torch.zeros(1, 8), None))
+    following.read(Forward([Part("a", 0, slice(0, 16)), Part("b", 0, slice(16, 20))], [torch.zeros(20, 4)]))
+    assert list(following.requests) == ["a"]
+    assert following.requests["a"].features.shape == (16, 4) and not following.requests["a"].lessons
 
 
 def test_drafts_are_averaged_by_their_accepted_tokens() -> None:
