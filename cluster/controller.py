@@ -165,8 +165,13 @@ class Controller:
     async def _prepare_learner(self) -> None:
         """Weights, optimizer, reference, teacher and critic as they are to be before the first batch."""
         recipe, saved, models = self.recipe, self.parts.saved, self.parts.models
+        # Those in folders first: one that does not load is found before the warm start, not after it.
         if models.teacher is not None:
             await self.learners.set_teacher(models.teacher)
+        if models.reference is not None:
+            await self.learners.set_reference(models.reference)
+        if models.critic is not None:
+            await self.learners.set_critic(models.critic)
         if saved is None and recipe.warm_start is not None:
             self.stage = "warm start"
             async for step, loss in self.imitation.warm_start(recipe.warm_start, self.flow.learner):
@@ -176,10 +181,10 @@ class Controller:
         await self.learners.begin_phase(recipe.trainer.optimizer, recipe.policy_steps)
         if saved is not None:
             await self.learners.load(str(saved / recovery.LEARNER), recipe.policy_steps)
-        elif recipe.algo.kl.coefficient:
-            await self.learners.set_reference(models.reference)
-        if saved is None and recipe.algo.critic is not None:
-            await self.learners.set_critic(models.critic)
+        elif recipe.algo.kl.coefficient and models.reference is None:
+            await self.learners.set_reference(None)
+        if saved is None and recipe.algo.critic is not None and models.critic is None:
+            await self.learners.set_critic(None)
         if saved is None and recipe.warm_start is not None:
             await recovery.save(self)
         self.pulse.beat()

@@ -10,7 +10,8 @@ from slipstream.cluster.fleet import gpu_share
 from slipstream.core.mistakes import UserError
 from slipstream.core.schema import Recipe
 from slipstream.rollout.speculation.checks import require_runnable
-from slipstream.trainer.model import parameter_shapes, resolve_model
+from slipstream.trainer.critic import require_value_head
+from slipstream.trainer.model import architecture, resolve_model
 from slipstream.trainer.teacher import require_same_vocabulary
 
 CACHE = Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream"))
@@ -22,22 +23,23 @@ class Models:
 
     policy: Path
     reference: Path | None
-    """None where the policy as it begins is the reference, too."""
+    """Where it begins; None where the policy as it begins is the reference, too, and in a resume: a checkpoint has it."""
     teacher: Path | None
     """It is in no checkpoint: a resumed run reads it again."""
     critic: Path | None
-    """Where it begins; a resumed run takes it from its checkpoint instead."""
+    """The same."""
     draft: Path | None
 
 
-def find_models(recipe: Recipe) -> Models:
-    """Raises UserError for one that is not there, or that does not go with the policy."""
+def find_models(recipe: Recipe, *, resume: bool = False) -> Models:
+    """Those that a run begins with; a checkpoint holds the others.  Raises UserError for one that is not there, or that does
+    not go with the policy."""
     policy = resolve_model(recipe.model, recipe.seed, CACHE)
     return Models(
         policy=policy,
-        reference=_reference(recipe, policy),
+        reference=None if resume else _reference(recipe, policy),
         teacher=_beside(recipe, recipe.distill.teacher, "distill.teacher", policy, "student"),
-        critic=_beside(recipe, recipe.algo.critic.path if recipe.algo.critic else None, "algo.critic.path", policy),
+        critic=None if resume else _critic(recipe, policy),
         draft=_draft(recipe, policy),
     )
 
@@ -62,13 +64,22 @@ def _reference(recipe: Recipe, policy: Path) -> Path | None:
     path = _beside(recipe, recipe.model.reference, "model.reference", policy)
     if path is None or recipe.algo.kl.refresh_every is None:
         return path
-    if (shapes := parameter_shapes(path)) != (ours := parameter_shapes(policy)):
-        name = sorted({*shapes.items()} ^ {*ours.items()})[0][0]
-        there = f"{name} is {ours.get(name, 'not there')} in {policy}, and {shapes.get(name, 'not there')} in {path}"
+    theirs, ours = architecture(path), architecture(policy)
+    if differing := [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]:
+        there = ", ".join(f"{name} is {ours.get(name)} in {policy}, and {theirs.get(name)} in {path}" for name in differing[:3])
         raise UserError(
             f"algo.kl.refresh_every: the policy cannot become the reference: {there}; expected a model.reference of its "
-            "shape: take one, or remove refresh_every"
+            "architecture: take one, or remove refresh_every"
         )
+    return path
+
+
+def _critic(recipe: Recipe, policy: Path) -> Path | None:
+    """Raises UserError for one, or for a policy in its place, that could not have a value head, besides."""
+    if recipe.algo.critic is None:
+        return None
+    path = _beside(recipe, recipe.algo.critic.path, "algo.critic.path", policy)
+    require_value_head(path or policy)
     return path
 
 

@@ -68,7 +68,7 @@ class Parts:
 
 def prepare(recipe: Recipe, run: RunDirectory, run_id: str, *, resume: bool) -> Parts:
     """Open data and model, and find the last checkpoint if ``resume``.  Raises UserError for what the user has to mend."""
-    models = find_models(recipe)
+    models = find_models(recipe, resume=resume)
     encoder = prompt_encoder(recipe, models.policy)
     source = open_source(recipe.data, recipe.seed, "train", recipe.monitor.eval)
     fresh = Parts(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
 from slipstream.algos.advantages import STD_EPSILON
 from slipstream.algos.gae import gae, value_loss
@@ -41,13 +41,9 @@ def load_critic(path: Path, model: schema.Model) -> PreTrainedModel:
     was saved before, or a reward model of one label.
     Raises UserError for an architecture without token classification, a head of several labels, or missing weights.
     """
+    require_value_head(path)
     config = config_without_dropout(path)
     config.num_labels, config.classifier_dropout, config.use_cache = 1, 0.0, False
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        raise UserError(
-            f"algo.critic.path: {path} is a {config.model_type}, for which transformers has no token classification; expected "
-            "an architecture such as qwen3 or llama"
-        )
     critic, report = AutoModelForTokenClassification.from_pretrained(
         path,
         config=config,
@@ -70,6 +66,16 @@ def load_critic(path: Path, model: schema.Model) -> PreTrainedModel:
     if model.gradient_checkpointing:
         critic.gradient_checkpointing_enable({"use_reentrant": False})
     return critic.train()
+
+
+def require_value_head(path: Path) -> None:
+    """Raise UserError for an architecture that transformers has no token classification of."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise UserError(
+            f"algo.critic.path: {path} is a {config.model_type}, for which transformers has no token classification; expected "
+            "an architecture such as qwen3 or llama"
+        )
 
 
 class Critic:

@@ -83,10 +83,22 @@ def load_policy(path: Path, model: schema.Model) -> PreTrainedModel:
     """The model of a folder, in training mode and in ``model.dtype``, without cache and without any dropout.
 
     Dropout is off because a policy with dropout has no single log-probability: importance ratios would be noise.
+    Raises UserError for a folder whose tensors are not those that its config asks for.
     """
-    policy = AutoModelForCausalLM.from_pretrained(
-        path, config=config_without_dropout(path), dtype=DTYPES[model.dtype], attn_implementation="sdpa", local_files_only=True
+    policy, report = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config_without_dropout(path),
+        dtype=DTYPES[model.dtype],
+        attn_implementation="sdpa",
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
+    if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise UserError(
+            f"{path}: {len(wrong)} of the tensors that its config.json asks for are missing or of another shape "
+            f"({', '.join(wrong[:3])}); expected a whole model: copy it again"
+        )
     policy.config.use_cache = False
     if model.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -151,11 +163,21 @@ def vocabulary_size(path: Path) -> int:
     return int(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size)
 
 
-def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a folder's model, by its config: no weights are read or made."""
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+def architecture(path: Path) -> dict[str, Any]:
+    """What a folder's config says of the function that its weights make: two of the same may exchange weights."""
+    config = config_without_dropout(path).to_dict()
+    return {name: value for name, value in config.items() if name not in _NOT_ARCHITECTURE}
+
+
+_NOT_ARCHITECTURE = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def _cached(folder: Path, write: Callable[[Path], None], key: str) -> Path:

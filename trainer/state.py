@@ -48,7 +48,8 @@ def save(learner: Learner, folder: Path) -> None:
     assert learner.phase is not None, "begin_phase comes before save"
     streams = all_gathered(_random_streams())
     weights = _weights(learner.policy)
-    frozen = _weights(_module(learner.reference)) if learner.reference is not None else None
+    reference = _module(learner.reference) if learner.reference is not None else None
+    frozen = _weights(reference) if reference is not None else {}
     shards = [_ShardWriter(folder, "optimizer")]
     _add_state(shards[0], learner.policy, learner.adamw, _keys(learner))
     critic, values = learner.critic, {}
@@ -65,8 +66,8 @@ def save(learner: Learner, folder: Path) -> None:
         _write_model(critic.module, values, folder / "critic")
         load_tokenizer(learner.model_path).save_pretrained(folder / "critic")
     load_tokenizer(learner.model_path).save_pretrained(folder / "model")
-    if frozen is not None:
-        _write_model(learner.policy, frozen, folder / "reference")
+    if reference is not None:
+        _write_model(reference, frozen, folder / "reference")
     phase = learner.phase
     content = {
         "steps": learner.adamw.steps,
@@ -152,9 +153,9 @@ def _weights(module: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
-def _write_model(policy: PreTrainedModel, weights: Mapping[str, Tensor], out: Path) -> None:
+def _write_model(module: PreTrainedModel, weights: Mapping[str, Tensor], out: Path) -> None:
     with _disk_errors():
-        policy.save_pretrained(out, state_dict=dict(weights))
+        module.save_pretrained(out, state_dict=dict(weights))
 
 
 @contextmanager

@@ -287,11 +287,15 @@ def test_a_reference_that_cannot_be_refreshed_is_refused_at_the_start(tmp_path: 
             }
         )
 
-    shape = r"model\.layers\.0\.mlp\.down_proj\.weight is \(128, 512\) in .*, and \(128, 256\) in .*other"
-    with pytest.raises(ValueError, match=rf"algo\.kl\.refresh_every: .*{shape}"):
+    with pytest.raises(ValueError, match=r"algo\.kl\.refresh_every: .*intermediate_size is 512 in .*, and 256 in .*other"):
         find_models(recipe(other, refresh_every=5))
+    turned = {**config, "rope_parameters": {**config["rope_parameters"], "rope_theta": 500.0}}
+    (other / "config.json").write_text(json.dumps(turned))
+    with pytest.raises(ValueError, match=r"algo\.kl\.refresh_every: .*rope_parameters is .*, and .*500\.0.* in .*other"):
+        find_models(recipe(other, refresh_every=5))  # its tensors have the policy's shapes, and mean something else
     assert find_models(recipe(other)).reference == other, "as a reference that stays it will do"
     assert find_models(recipe(policy, refresh_every=5)).reference == policy
+    assert find_models(recipe(tmp_path / "moved away"), resume=True).reference is None, "a checkpoint has it"
 
 
 def test_a_reference_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -235,6 +237,26 @@ def test_a_refreshed_reference_is_the_policy_of_that_moment(recipe: Build, tmp_p
     again = make(built)
     again.load(tmp_path / "saved")
     assert again.logprobs(drawn, "reference") == refreshed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_brings_back_a_reference_of_another_architecture(
+    recipe: Build, tiny: Path, tmp_path: Path, stage: int
+) -> None:
+    """Same tensors, other positions: under the policy's config it would be another model."""
+    other = shutil.copytree(tiny, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 100.0
+    (other / "config.json").write_text(json.dumps(config))
+    built = recipe(algo={"kl": {"coefficient": 0.5}}, trainer={"zero_stage": stage})
+    learner, drawn = make(built), samples()
+    learner.set_reference(other)
+    before = learner.logprobs(drawn, "reference")
+    assert before != learner.logprobs(drawn, "policy")
+    learner.save(tmp_path / "saved")
+    again = make(built)
+    again.load(tmp_path / "saved")
+    assert again.logprobs(drawn, "reference") == before
 
 
 def shifted(learner: Learner, drawn: Sequence[TrainSample], ratios: Sequence[float]) -> list[TrainSample]:

