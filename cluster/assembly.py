@@ -19,6 +19,9 @@ from slipstream.core.metrics import Max, Mean, Metrics
 from slipstream.core.records import Group, Steps, TrainBatch, TrainSample, Trajectory, WeightVersion, spans_of
 from slipstream.core.schema import Recipe
 
+SMALLEST = 1e-30
+"""Weights below it are 0: in the learner's float32 they would become 0, and the denominator would not know."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
@@ -149,14 +152,19 @@ def _weights(
     if schedule.lag_decay == schedule.kv_lag_decay == 1.0:
         return shares, denominator
     decays = [decay(t, version, schedule) for t in trajectories]
-    decayed = [[w * d if w else 0.0 for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)]
-    return decayed, denominator
+    return [[_no_smaller(w * d) for w, d in zip(*pair, strict=True)] for pair in zip(shares, decays, strict=True)], denominator
+
+
+def _no_smaller(weight: float) -> float:
+    return weight if weight >= SMALLEST else 0.0
 
 
 def _moves(samples: Sequence[TrainSample], recipe: Recipe) -> bool:
     """Whether the RL stream of a mini-batch has a gradient.  Equal rewards give none, and then there must be no step either:
     Adam's momentum would move the weights without one."""
     algo = recipe.algo
+    if not any(map(any, (sample.rl for sample in samples))):
+        return False
     if algo.advantage not in (*OF_GROUPS, *OF_BATCH) or (algo.kl.coefficient and algo.kl.placement == "loss"):
         return True
     return any(a and w for sample in samples for a, w in zip(sample.advantages, sample.rl, strict=True))

@@ -282,6 +282,8 @@ class Controller:
             started = time.perf_counter()
             groups = await self.pulse.until(self._next_batch)
             if not groups:
+                if not self._stopping:
+                    self._data_ended()
                 break
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
@@ -302,6 +304,15 @@ class Controller:
             penalised = self._penalised(penalty)
             await self._committed(version, waited, {**assembled.metrics, **metrics, **penalised, **queued, **times})
 
+    def _data_ended(self) -> None:
+        """Raises RuntimeError where nothing was learnt from all of it."""
+        batch, steps = self.flow.learner.batch, self.recipe.schedule.steps
+        if batch == self.parts.version.batch:
+            self._idle.ended()
+        message = f"the data ended after {batch} of {steps} steps; raise data.epochs, or lower schedule.steps"
+        log.warning(message)
+        self.telemetry.event("warning", message=message)
+
     def _next_batch(self) -> tuple[Group, ...] | None:
         """The next batch; an empty one when no more groups will come; None while there is reason to wait."""
         for group in self.flow.expire():
@@ -321,8 +332,9 @@ class Controller:
         """What the rewards of a batch were charged, and the coefficient that follows from it."""
         if penalty is None:
             return {}
-        kl, samples = self.recipe.algo.kl, len(penalty.gaps)
-        if kl.target is not None:
+        kl, critic, samples = self.recipe.algo.kl, self.recipe.algo.critic, len(penalty.gaps)
+        policy_rests = critic is not None and self.flow.learner.batch <= critic.warmup_batches
+        if kl.target is not None and not policy_rests:
             observed = sum(map(sum, penalty.gaps.values())) / samples
             self.kl_coefficient = adapted_coefficient(
                 penalty.coefficient, observed, target=kl.target, horizon=kl.horizon, samples=samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from slipstream.rollout.failures import GroupFailed
 
 
@@ -10,6 +12,7 @@ class IdleGroups:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._last = "", ""
         self.signal()
 
     def signal(self) -> None:
@@ -29,14 +32,22 @@ class IdleGroups:
             "the task is out of reach, or the reward function does not fit the answers",
         )
 
+    def ended(self) -> None:
+        """There are no more tasks.  Raises RuntimeError if there were, and none had a signal."""
+        if self._count:
+            self._raise("and the data has ended")
+
     def _one_more(self, how: str, advice: str) -> None:
         self._count += 1
-        if self._count < self._limit:
-            return
+        self._last = how, advice
+        if self._count >= self._limit:
+            self._raise("schedule.max_idle_groups")
+
+    def _raise(self, why: str) -> NoReturn:
+        how, advice = self._last
         if self._failed == self._count:
-            raise RuntimeError(f"all {self._count} groups {how} (schedule.max_idle_groups). {advice}")
+            raise RuntimeError(f"all {self._count} groups {how} ({why}). {advice}")
         failed = f", {self._failed} of them failed" if self._failed else ""
         raise RuntimeError(
-            f"no learning signal from the last {self._count} groups (schedule.max_idle_groups){failed}; the last one {how}. "
-            f"{advice}"
+            f"no learning signal from the last {self._count} groups ({why}){failed}; the last one {how}. {advice}"
         )

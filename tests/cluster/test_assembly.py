@@ -361,6 +361,13 @@ def test_weights_fall_with_the_lag_up_to_the_bound() -> None:
     assert by_name(made.batch)["a"].rl == (0.0, 0.5, 1.0) and made.batch.rl_denominators == (3.0,)
 
 
+def test_weights_that_are_nothing_in_float32_make_no_step() -> None:
+    """0.01^20 = 1e-40 for every token: below float32's normal numbers, and Adam's momentum would step on alone."""
+    decaying = recipe(bound=20, schedule={"lag_decay": 0.01})
+    made = assembled([group("g", response("a", 1.0, 1), response("b", 0.0, 1))], WeightVersion(0, 21), decaying)
+    assert by_name(made.batch)["a"].rl == (0.0,) and made.batch.rl_denominators == (0.0,)
+
+
 OLD_CACHE = [
     group("g", response("a", 1.0, 1, 2, 3), response("b", 0.0, 2, 3), response("c", 0.0, 3)),
     group("h", response("d", 0.0, 0, 3), response("e", 1.0, 3)),

@@ -38,3 +38,17 @@ def test_a_signal_starts_the_count_again() -> None:
     idle.failed(BROKEN)
     with pytest.raises(RuntimeError, match="no learning signal from the last 2 groups"):
         idle.equal(1.0)
+
+
+def test_data_that_ends_without_a_signal_is_a_failure() -> None:
+    """Fewer tasks than the limit; with nothing dispatched, or after a signal, there is nothing to say."""
+    idle = IdleGroups(400)
+    idle.ended()
+    idle.equal(0.0)
+    idle.failed(BROKEN)
+    with pytest.raises(
+        RuntimeError, match=r"last 2 groups \(and the data has ended\), 1 of them failed; the last one failed: mine"
+    ):
+        idle.ended()
+    idle.signal()
+    idle.ended()
