@@ -21,6 +21,14 @@ MOST_TOKENS = 128
 """vLLM's own limit of draft tokens per round."""
 
 
+_NEW_MODEL = ("hidden_size", "layers", "heads")
+
+
+def _changed(section: Section, *keys: str) -> list[str]:
+    """Those of the keys that differ from their defaults: a recipe that a run wrote down has every key."""
+    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
+
+
 class TestTimeSpeculation(Section):
     """The draft learns from every verdict of the target while it serves (Kumar, Sanghavi, Das 2026, arXiv 2605.09329).
 
@@ -32,7 +40,9 @@ class TestTimeSpeculation(Section):
 
     enabled: bool = Field(False, description="let the draft learn while it serves")
     every: Positive = Field(5, description="rounds between two updates of the draft")
-    lr: Rate = Field(1e-4, description="of Adam; halved whenever the kill switch restores the draft")
+    lr: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1e-4, description="of Adam; halved whenever the kill switch restores the draft"
+    )
     train: Literal["all", "body"] = Field("all", description="body: all but the draft's embeddings and output head")
     proximal: Annotated[float, Field(ge=0.0)] = Field(
         0.0, description="pull to the draft that proposed; no gradient at the weights that proposed, so it acts on late updates"
@@ -156,10 +166,19 @@ class Speculation(Section):
             found.append(("draft", f"got {self.draft!r}, but method {self.method} drafts from the text so far; remove it"))
         if self.universal and self.method != "draft_model":
             found.append(("universal", f"got true with method {self.method}, expected draft_model: only it maps tokens"))
-        if self.lookup_min > self.lookup_max:
+        if self.method != "ngram":
+            for key in _changed(self, "lookup_min", "lookup_max"):
+                found.append((key, f"got {getattr(self, key)} with method {self.method}: it acts only with ngram; remove it"))
+        elif self.lookup_min > self.lookup_max:
             found.append(("lookup_min", f"got {self.lookup_min}, expected at most lookup_max = {self.lookup_max}"))
         if self.lookahead == "dynamic" and self.method not in STEPWISE:
             found.append(("lookahead", f"got dynamic with method {self.method}, expected {' or '.join(STEPWISE)}"))
+        if self.lookahead == "dynamic" and self.tokens_by_batch:
+            found.append(("lookahead", "got dynamic with tokens_by_batch: each says how many tokens to draft; remove one"))
+        return [*found, *self._table_problems(), *self._training_problems()]
+
+    def _table_problems(self) -> Problems:
+        found: Problems = []
         for first, last, tokens in self.tokens_by_batch:
             if first > last or tokens > self.tokens:
                 found.append(
@@ -168,6 +187,27 @@ class Speculation(Section):
                         f"got {[first, last, tokens]}, expected [fewest, most, draft tokens] with fewest ≤ most and at most "
                         f"tokens = {self.tokens}",
                     )
+                )
+        starts = [first for first, _, _ in self.tokens_by_batch]
+        ends = [last for _, last, _ in self.tokens_by_batch]
+        if not found and starts and (starts[0] != 1 or any(end >= start for end, start in zip(ends, starts[1:], strict=False))):
+            got = [[first, last] for first, last, _ in self.tokens_by_batch]
+            found.append(
+                ("tokens_by_batch", f"got requests {got}, expected ranges that begin with 1, ascend, and do not overlap")
+            )
+        return found
+
+    def _training_problems(self) -> Problems:
+        """Keys of the training of another draft than the method's."""
+        others = {"draft_model": ("features", "vocabulary"), "eagle3": ("first_layers", *_NEW_MODEL)}
+        found = [
+            (f"training.{key}", f"got a value with method {self.method}, whose draft has none; remove it")
+            for key in _changed(self.training, *others.get(self.method, ()))
+        ]
+        if self.method == "draft_model" and self.training.first_layers is not None:
+            for key in _changed(self.training, *_NEW_MODEL):
+                found.append(
+                    (f"training.{key}", "describes a new model, and training.first_layers takes the policy's; remove one")
                 )
         return found
 
@@ -185,6 +225,9 @@ class Speculation(Section):
             found.append(("synthetic_length", "goes with rejection: synthetic, and only with it"))
         elif self.synthetic_length is not None and not 1 <= self.synthetic_length <= self.tokens + 1:
             found.append(("synthetic_length", f"got {self.synthetic_length:g}, expected 1 to tokens + 1 = {self.tokens + 1}"))
+        if self.sample is not None and self.method in ("ngram", "suffix", "medusa"):
+            text = f"got {self.sample} with method {self.method}, whose drafts are certain, not drawn; remove it"
+            found.append(("sample", text))
         if self.universal and self.sample == "probabilistic":
             found.append(("sample", "got probabilistic with universal, expected greedy: vLLM maps greedy drafts only"))
         if seeded and self.method != "ngram":

@@ -76,6 +76,24 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
             "synthetic_length",
             "expected 1 to tokens + 1 = 5",
         ),
+        ("method: ngram, tokens_by_batch: [[1, 8, 4], [8, 16, 2]]", "tokens_by_batch", "do not overlap"),
+        ("method: ngram, tokens_by_batch: [[9, 16, 4], [1, 8, 2]]", "tokens_by_batch", "begin with 1, ascend"),
+        ("method: ngram, tokens_by_batch: [[2, 16, 4]]", "tokens_by_batch", "got requests [[2, 16]]"),
+        (
+            "method: draft_model, draft: d, lookahead: dynamic, tokens_by_batch: [[1, 8, 4]]",
+            "lookahead",
+            "got dynamic with tokens_by_batch",
+        ),
+        ("method: ngram, sample: greedy", "sample", "got greedy with method ngram, whose drafts are certain"),
+        ("method: suffix, sample: probabilistic", "sample", "got probabilistic with method suffix"),
+        ("method: draft_model, draft: d, lookup_min: 3", "lookup_min", "it acts only with ngram"),
+        ("method: suffix, lookup_max: 6", "lookup_max", "it acts only with ngram"),
+        ("method: draft_model, draft: d, training: {vocabulary: 9}", "training.vocabulary", "with method draft_model"),
+        ("method: draft_model, draft: d, training: {features: [0, 1, 2]}", "training.features", "with method draft_model"),
+        ("method: draft_model, draft: d, training: {first_layers: 1, layers: 2}", "training.layers", "remove one"),
+        ("method: eagle3, draft: d, training: {first_layers: 1}", "training.first_layers", "with method eagle3"),
+        ("method: eagle3, draft: d, training: {hidden_size: 128}", "training.hidden_size", "with method eagle3"),
+        ("method: draft_model, draft: d, tts: {enabled: true, lr: 1.5}", "tts.lr", "at most 1"),
     ],
 )
 def test_one_problem(tmp_path: Path, keys: str, key: str, says: str) -> None:
@@ -102,3 +120,21 @@ def test_a_seed_with_drafts_that_depend_on_others_is_refused(tmp_path: Path) -> 
 def test_sampling_that_vllm_cannot_verify_drafts_under_is_no_key(tmp_path: Path, key: str) -> None:
     found = problems(tmp_path, f"rollout: {{sampling: {{{key}}}, speculation: {{method: ngram}}}}")
     assert "unknown key" in found[f"rollout.sampling.{key.partition(':')[0]}"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "method: ngram, lookup_min: 3, tokens_by_batch: [[1, 8, 4], [17, 32, 2]]",
+        "method: eagle3, draft: d, training: {features: [0, 1, 2], vocabulary: 48}",
+        "method: draft_model, draft: d, training: {first_layers: 1}, tts: {enabled: true, lr: 1.0}",
+        "method: suffix",
+    ],
+)
+def test_a_recipe_written_out_with_every_default_loads_again(tmp_path: Path, keys: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD + f"rollout: {{speculation: {{{keys}}}}}")
+    recipe = load_recipe([path])
+    again = tmp_path / "again.yaml"
+    again.write_text(recipe.model_dump_json())
+    assert load_recipe([again]) == recipe
