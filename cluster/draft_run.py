@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 from slipstream.cluster.cursor import Cursor, prompt_encoder
 from slipstream.cluster.launch import RunFailed
@@ -21,7 +24,16 @@ from slipstream.core.records import WeightVersion
 from slipstream.core.schema import Recipe
 from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
 from slipstream.rollout.engine import Engine
-from slipstream.rollout.speculation.training import Sample, Settings, Trainee, expected_acceptance, look, new_trainee, train
+from slipstream.rollout.speculation.training import (
+    Sample,
+    Settings,
+    Trainee,
+    expected_acceptance,
+    look,
+    new_trainee,
+    require_trainable,
+    train,
+)
 from slipstream.rollout.tasks import open_source
 from slipstream.trainer.model import context_limit, eos_token_ids, load_policy, load_tokenizer, resolve_model
 
@@ -48,13 +60,13 @@ class Made:
 def train_draft(recipe: Recipe, progress: Progress) -> Made:
     """Sample, train, and write the folder that ``rollout.speculation.draft`` names (with ``draft.json``, the figures).
 
-    Raises UserError for a recipe that no draft can be made for, or a folder that is there already; RunFailed where the engine
-    does not come up or goes silent.
+    Raises UserError for a recipe that no draft can be made for, or a folder that cannot be written or is there already;
+    RunFailed where the engine does not come up or goes silent, or the training diverges.
     """
     speculation = recipe.rollout.speculation
-    path = _checked(recipe)
     start = time.perf_counter()
     model_path = resolve_model(recipe.model, recipe.seed, CACHE)
+    path = _checked(recipe, model_path)
     try:
         samples = asyncio.run(_sample(recipe, model_path, progress))
     except TimeoutError as late:
@@ -77,9 +89,14 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
         decay=speculation.tts.decay or float(speculation.tokens),
     )
     before = expected_acceptance(trainee, policy, seen[:apart], settings)
-    for step, loss in enumerate(train(trainee, policy, seen[apart:], settings)):
-        progress("training", step + 1, training.steps, loss)
+    try:
+        for step, loss in enumerate(train(trainee, policy, seen[apart:], settings)):
+            progress("training", step + 1, training.steps, loss)
+    except FloatingPointError as diverged:
+        raise RunFailed(f"rollout.speculation.training.lr: {diverged}") from diverged
     accepted = expected_acceptance(trainee, policy, seen[:apart], settings)
+    if not math.isfinite(sum(accepted)):  # the last step's update shows in no loss
+        raise RunFailed(f"rollout.speculation.training.lr: the trained draft is not finite; lower lr (got {training.lr:g})")
     made = Made(
         path=path,
         parameters=sum(p.numel() for p in trainee.parameters()),
@@ -94,8 +111,8 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     return made
 
 
-def _checked(recipe: Recipe) -> Path:
-    """Where the draft is to go.  Raises UserError with everything that stands against making it."""
+def _checked(recipe: Recipe, model_path: Path) -> Path:
+    """Where the draft is to go, whose parent is there.  Raises UserError with everything that stands against making it."""
     speculation, problems = recipe.rollout.speculation, []
     if recipe.warm_start is not None:
         why = "the draft would be made for the policy before it"
@@ -104,12 +121,35 @@ def _checked(recipe: Recipe) -> Path:
     if speculation.method not in DRAFT_CAN_BE_MADE:
         expected = " or ".join(DRAFT_CAN_BE_MADE)
         problems.append(f"rollout.speculation.method: got {speculation.method}, expected {expected}: there is nothing to train")
-    if speculation.draft is None:
-        problems.append("rollout.speculation.draft: got null, expected the folder to write")
-    elif (path := Path(speculation.draft).expanduser()).exists():
-        problems.append(f"rollout.speculation.draft: {path} is there already; remove it, or name another folder")
+    else:
+        try:
+            require_trainable(speculation, AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config())
+        except UserError as impossible:
+            problems.append(str(impossible))
+    try:
+        path = _target(speculation)
+    except UserError as misplaced:
+        problems.append(str(misplaced))
     if problems:
         raise UserError("\n".join(problems))
+    return path
+
+
+def _target(speculation: Speculation) -> Path:
+    """The folder to write, of which all but itself is there.  Raises UserError where it cannot be written."""
+    key, draft = "rollout.speculation.draft", speculation.draft
+    if draft is None:
+        raise UserError(f"{key}: got null, expected the folder to write")
+    if draft.startswith(("builtin:", "pip:")):
+        raise UserError(f"{key}: got {draft}, which names a model, expected the folder to write")
+    path = Path(draft).expanduser()
+    try:
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{key}: {path} is there already; remove it, or name another folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=path.parent).cleanup()
+    except OSError as problem:
+        raise UserError(f"{key}: {path} cannot be written ({problem}); name another folder") from problem
     return path
 
 
@@ -170,7 +210,6 @@ def _prompts(recipe: Recipe, model_path: Path) -> list[tuple[int, ...]]:
 
 def _write(trainee: Trainee, model_path: Path, made: Made) -> None:
     """The whole folder or nothing."""
-    made.path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.path.parent) as scratch:
         folder = Path(scratch) / "draft"
         trainee.save(folder)

@@ -80,7 +80,7 @@ def _require_draft(speculation: Speculation, to_come: bool) -> None:
     if method == "draft_model":
         require_model(draft, DRAFT)
     elif not Path(draft).expanduser().is_dir():
-        make = "; `slipstream draft train` makes it" if method in DRAFT_CAN_BE_MADE else ""
+        make = "; `slipstream draft train` makes it" if method in DRAFT_CAN_BE_MADE and not by_name else ""
         raise UserError(f"{DRAFT}: {draft} is no folder, expected that of a draft for {method}{make}")
 
 

@@ -131,9 +131,22 @@ class Eagle3:
         self.head.save(folder)
 
 
+def require_trainable(speculation: Speculation, config: Any) -> None:
+    """Raise UserError where ``new_trainee`` could not make that draft for a policy of that text configuration."""
+    training, layers = speculation.training, config.num_hidden_layers
+    if speculation.method == "eagle3":
+        _features(training.features, layers)
+    elif training.first_layers is not None and not training.first_layers < layers:
+        raise UserError(
+            f"rollout.speculation.training.first_layers: got {training.first_layers}, expected 1 to {layers - 1}: the policy "
+            f"has {layers}"
+        )
+
+
 def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]) -> Trainee:
     """An untrained draft for ``policy`` as ``speculation.training`` describes it.  Raises UserError where it cannot be."""
     training, config = speculation.training, policy.config.get_text_config()
+    require_trainable(speculation, config)
     if speculation.method == "eagle3":
         ids = frequent_tokens(samples, config.vocab_size, training.vocabulary)
         return Eagle3(
@@ -160,11 +173,6 @@ def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]
 def first_layers(policy: Any, count: int) -> Any:
     """A copy of the policy without its later layers."""
     config = copy.deepcopy(policy.config)
-    if not 0 < count < config.num_hidden_layers:
-        raise UserError(
-            f"rollout.speculation.training.first_layers: got {count}, expected 1 to {config.num_hidden_layers - 1}: the policy "
-            f"has {config.num_hidden_layers}"
-        )
     config.update(_depth(config, count))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing = model.load_state_dict(policy.state_dict(), strict=False).missing_keys

@@ -101,6 +101,8 @@ def test_a_draft_may_be_named_before_it_is_made_but_not_run_with(folder: Path) -
         assert problems(folder, speculation) == []
         (found,) = problems(folder, speculation, draft_to_come=False)
         assert found.startswith("rollout.speculation.draft: models/draft is no folder")
+    (found,) = problems(folder, "rollout.speculation={method: eagle3, draft: builtin:tiny}")
+    assert "builtin:tiny is no folder" in found and "draft train" not in found
 
 
 def test_data_beside_the_recipe_are_found_and_those_of_the_working_directory_first(folder: Path) -> None:

