@@ -11,7 +11,7 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.schema import Recipe
 from slipstream.rollout.speculation.checks import require_runnable
 from slipstream.trainer.critic import require_value_head
-from slipstream.trainer.model import architecture, resolve_model
+from slipstream.trainer.model import architecture, context_limit, resolve_model
 from slipstream.trainer.teacher import require_same_vocabulary
 
 CACHE = Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream"))
@@ -88,7 +88,8 @@ def _draft(recipe: Recipe, target: Path) -> Path | None:
     if not recipe.rollout.speculation.on:
         return None
     folder = draft_folder(recipe)
-    require_runnable(recipe.rollout.speculation, target, folder, on_gpu=gpu_share(recipe) > 0)
+    limit = context_limit(recipe.model, target)
+    require_runnable(recipe.rollout.speculation, target, folder, on_gpu=gpu_share(recipe) > 0, max_length=limit)
     return folder
 
 

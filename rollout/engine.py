@@ -107,7 +107,8 @@ class Engine:
         ``draft_path`` is the folder that ``rollout.speculation.draft`` means, ``draft_state`` what ``save_draft`` wrote of a
         draft that learns.  Raises UserError if the draft does not fit.
         """
-        require_runnable(rollout.speculation, model_path, draft_path, on_gpu=torch.cuda.is_available())
+        on_gpu = torch.cuda.is_available()
+        require_runnable(rollout.speculation, model_path, draft_path, on_gpu=on_gpu, max_length=max_length)
         arguments = engine_args(model_path, model, rollout, max_length, seed, transport)
         arguments.speculative_config = speculative_config(rollout.speculation, draft_path, rollout.tensor_parallel)
         if rollout.speculation.tapped:

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from slipstream.core.mistakes import UserError
 from slipstream.core.section import Problems
-from slipstream.core.speculation import Speculation
-from slipstream.rollout.speculation.head_student import unsupported
+from slipstream.core.speculation import LEARNING, Speculation
+from slipstream.rollout.speculation.following import capacity
+from slipstream.rollout.speculation.head_checks import ARCHITECTURES, Place, of_head, of_medusa, parameters, shapes
+from slipstream.rollout.speculation.student import prefix_bytes
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
 _ARCTIC = "arctic-inference==0.1.1"
+_WHOLE = ("model.safetensors", "model.safetensors.index.json")
+_NO_TEXT = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
 
-def require_runnable(speculation: Speculation, target: Path, draft: Path | None, *, on_gpu: bool) -> None:
-    """Raise UserError with every reason why ``target`` cannot be served with these drafts on this machine."""
-    found = [] if not speculation.on else problems(speculation, target, draft, on_gpu)
+def require_runnable(
+    speculation: Speculation, target: Path, draft: Path | None, *, on_gpu: bool, max_length: int | None = None
+) -> None:
+    """Raise UserError with every reason why ``target`` cannot be served with these drafts on this machine.
+
+    ``max_length`` bounds a request, prompt and response; without it the memory of Test-Time Speculation is not looked at.
+    """
+    found = [] if not speculation.on else problems(speculation, target, draft, on_gpu, max_length)
     if found:
         raise UserError("\n".join(f"rollout.speculation.{key}: {problem}" for key, problem in found))
 
 
-def problems(speculation: Speculation, target: Path, draft: Path | None, on_gpu: bool) -> Problems:
+def problems(
+    speculation: Speculation, target: Path, draft: Path | None, on_gpu: bool, max_length: int | None = None
+) -> Problems:
     """What is wrong, as (key, problem).  ``draft`` is the folder that ``speculation.draft`` means, where there is one."""
     found = _of_device(speculation, on_gpu)
     text = _config(target)
@@ -36,12 +49,24 @@ def problems(speculation: Speculation, target: Path, draft: Path | None, on_gpu:
         if speculation.method == "mtp" and not any(text.get(key) for key in _NEXT_TOKEN_LAYERS):
             found.append(("method", f"got mtp, but {target} has no layers that predict further tokens; give a draft"))
         return found
-    lacking = _lacking(draft)
-    if lacking:
-        return [*found, ("draft", f"{draft} {lacking}; expected a folder with config.json and *.safetensors")]
-    own = _config(draft)
-    check = {"draft_model": _of_model, "eagle3": _of_head, "dflash": _of_head}.get(speculation.method)
-    return found + (check(speculation, (target, text), (draft, own)) if check else [])
+    try:
+        return found + _of_draft(speculation, (target, text), draft, max_length)
+    except Exception as problem:  # noqa: BLE001  whatever a broken folder makes its readers raise
+        return [*found, ("draft", f"{draft} cannot be read: {type(problem).__name__}: {problem}")]
+
+
+def _of_draft(speculation: Speculation, target: Place, folder: Path, max_length: int | None) -> Problems:
+    if lacking := _lacking(folder):
+        return [("draft", f"{folder} {lacking}; expected a folder with config.json and *.safetensors")]
+    draft, method = (folder, _config(folder)), speculation.method
+    if method == "medusa":
+        return of_medusa(target, folder)
+    if method not in LEARNING:
+        return []
+    found = _of_numbers(folder) + (_of_model if method == "draft_model" else of_head)(speculation, target, draft)
+    if speculation.learns and method == "draft_model" and max_length is not None and not found:
+        found = _of_memory(speculation, draft, max_length)
+    return found
 
 
 def _of_device(speculation: Speculation, on_gpu: bool) -> Problems:
@@ -75,32 +100,76 @@ def _lacking(folder: Path) -> str | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """config.json, of the text part where the model has several."""
-    plain = json.loads((folder / "config.json").read_text())
-    return plain.get("text_config", plain)
-
-
-def parameters(folder: Path) -> int:
-    """Elements of all tensors of a folder's safetensors, read off their headers."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return count
-
-
-Place = tuple[Path, dict[str, Any]]
-"""A model's folder and its config."""
+    plain: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return plain.get("text_config") or plain
 
 
 def _of_model(speculation: Speculation, target: Place, draft: Place) -> Problems:
-    """A whole model as draft: its vocabulary, and whether it is smaller than the target at all."""
+    """A whole model as draft: its vocabulary, its tensors, and whether it is smaller than the target at all."""
+    folder, own = draft
     found = _of_vocabulary(speculation, target, draft)
-    sizes = [parameters(folder) for folder, _ in (target, draft)]
+    sizes = [parameters(place) for place in (target[0], folder)]
     if sizes[1] > sizes[0]:
         found.append(
-            ("draft", f"{draft[0]} has {sizes[1]:,} parameters, the target {sizes[0]:,}: expected a draft that costs less")
+            ("draft", f"{folder} has {sizes[1]:,} parameters, the target {sizes[0]:,}: expected a draft that costs less")
         )
+    if silent := [name for name in own.get("architectures") or [] if not _writes(name)]:
+        found.append(("draft", f"{folder} is a {', '.join(silent)}, which writes no text; expected a causal language model"))
+    if speculation.learns and not any((folder / name).is_file() for name in _WHOLE):
+        text = f"got true, and the trainable copy is read from {' or '.join(_WHOLE)}, which {folder} lacks"
+        found.append(("tts.enabled", text))
+    if not found and not own.get("quantization_config"):
+        found = _of_tensors(folder)
     return found
+
+
+def _writes(architecture: str) -> bool:
+    head = architecture in chain(*ARCHITECTURES.values(), ("MedusaModel",))
+    return not (head or architecture in MODEL_MAPPING_NAMES.values() or architecture.endswith(_NO_TEXT))
+
+
+def _of_tensors(folder: Path) -> Problems:
+    """Tensors against config.json, where transformers knows the model; others are left to vLLM."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, ImportError):
+        return []
+    there = shapes(folder)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    differing = [name for name in sorted({*there} & {*expected}) if there[name] != expected[name]]
+    return [
+        ("draft", f"{folder} has {name} of shape {there[name]}, expected {expected[name]} by its config.json")
+        for name in differing[:3]
+    ]
+
+
+def _of_memory(speculation: Speculation, draft: Place, max_length: int) -> Problems:
+    """Whether Test-Time Speculation can follow even one request; heads' caches are known to the worker only."""
+    config = AutoConfig.from_pretrained(draft[0], local_files_only=True).get_text_config()
+    try:
+        capacity(
+            speculation.tts,
+            vocabulary=config.vocab_size,
+            prefix_bytes=prefix_bytes(config, max_length),
+            tokens=speculation.tokens,
+            max_length=max_length,
+        )
+    except ValueError as problem:
+        return [("tts.max_memory_mib", str(problem).removeprefix("rollout.speculation.tts.max_memory_mib: "))]
+    return []
+
+
+def _of_numbers(folder: Path) -> Problems:
+    """Tensor by tensor, so that no more than one is in memory."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
+                    return [("draft", f"{folder} has NaN or infinity in {name}, expected finite weights: it was saved broken")]
+    return []
 
 
 def _of_vocabulary(speculation: Speculation, target: Place, draft: Place) -> Problems:
@@ -118,24 +187,3 @@ def _of_vocabulary(speculation: Speculation, target: Place, draft: Place) -> Pro
     if differing:
         return [("draft", f"the tokenizer of {draft[0]} differs from the target's in {len(differing)} tokens; {remedy}")]
     return []
-
-
-def _of_head(speculation: Speculation, target: Place, draft: Place) -> Problems:
-    """A head on the target's hidden states: which layers it reads, and how wide they are."""
-    found: Problems = []
-    method, (folder, own), config = speculation.method, draft, target[1]
-    width = own.get("target_hidden_size", own.get("hidden_size"))
-    if width != config.get("hidden_size"):
-        found.append(("draft", f"{folder} reads states of width {width}, expected the target's {config.get('hidden_size')}"))
-    if method == "dflash":
-        special = own.get("dflash_config") or {}
-        if lacking := [key for key in ("mask_token_id", "target_layer_ids") if key not in special]:
-            found.append(("draft", f"{folder}/config.json lacks dflash_config.{', dflash_config.'.join(lacking)}"))
-        layers = special.get("target_layer_ids", [])
-    else:
-        layers = own.get("eagle_aux_hidden_state_layer_ids", [])
-    if speculation.learns and not found and (unknown := unsupported(method, folder)):
-        found.append(("tts.enabled", f"got true, but the trainable copy is none of {folder}: {unknown}"))
-    if beyond := [layer for layer in layers if layer > config.get("num_hidden_layers", math.inf)]:
-        found.append(("draft", f"{folder} reads layers {beyond}, expected at most {config['num_hidden_layers']}"))
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,20 @@ from slipstream.core.speculation import TestTimeSpeculation
 from slipstream.rollout.speculation.placement import Placement
 from slipstream.rollout.speculation.runner_v1 import Forward, Judged, Round
 from slipstream.rollout.speculation.student import Followed, Lesson, Student
+
+
+def capacity(settings: TestTimeSpeculation, *, vocabulary: int, prefix_bytes: int, tokens: int, max_length: int) -> int:
+    """How many requests can be followed.  Raises ValueError if not even one fits into ``max_memory_mib``."""
+    rows = settings.every * tokens if settings.rounds == "all" else tokens
+    each = rows * vocabulary * 4 * 2 + prefix_bytes
+    fitting = int(settings.max_memory_mib * 2**20 / each)
+    if fitting < 1:
+        raise ValueError(
+            f"rollout.speculation.tts.max_memory_mib: got {settings.max_memory_mib:g}, expected at least "
+            f"{math.ceil(each / 2**20)}: {rows} rows over {vocabulary} tokens, twice, and a draft cache of "
+            f"{max_length} tokens; raise it, or lower tts.every"
+        )
+    return min(fitting, settings.max_requests)
 
 
 class Following:
@@ -26,20 +41,13 @@ class Following:
         self._student = student
         self._placement = placement
         self.requests: dict[str, Followed] = {}
-        self.capacity = self._fit(tokens, max_length)
-
-    def _fit(self, tokens: int, max_length: int) -> int:
-        settings = self._settings
-        rows = settings.every * tokens if settings.rounds == "all" else tokens
-        each = rows * self._student.vocabulary * 4 * 2 + self._student.prefix_bytes(max_length)
-        fitting = int(settings.max_memory_mib * 2**20 / each)
-        if fitting < 1:
-            raise ValueError(
-                f"rollout.speculation.tts.max_memory_mib: got {settings.max_memory_mib:g}, expected at least "
-                f"{each / 2**20:.0f}: {rows} rows over {self._student.vocabulary} tokens, twice, and a draft cache of "
-                f"{max_length} tokens; raise it, or lower tts.every"
-            )
-        return min(fitting, settings.max_requests)
+        self.capacity = capacity(
+            settings,
+            vocabulary=student.vocabulary,
+            prefix_bytes=student.prefix_bytes(max_length),
+            tokens=tokens,
+            max_length=max_length,
+        )
 
     def read(self, forward: Forward) -> None:
         """Keep the hidden states of followed requests; for a student that reads them, following begins at the first token."""

@@ -95,6 +95,13 @@ class Student(Protocol):
         ...
 
 
+def prefix_bytes(config: Any, length: int) -> int:
+    """Memory of the keys and values that a model of that configuration keeps of ``length`` tokens, in float32."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return length * config.num_hidden_layers * 2 * heads * width * 4
+
+
 class DraftModelStudent:
     """The ``Student`` of method draft_model, by transformers.  Gradients flow through the tokens of one call; prefixes are
     constants."""
@@ -127,10 +134,7 @@ class DraftModelStudent:
         return ((name, p.detach()) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def prefix_bytes(self, length: int) -> int:
-        config = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return length * config.num_hidden_layers * 2 * heads * width * 4
+        return prefix_bytes(self.model.config.get_text_config(), length)
 
     def rows(self, requests: Sequence[Followed]) -> list[list[Tensor]]:
         new: list[list[int]] = []
