@@ -85,13 +85,26 @@ def _require_draft(speculation: Speculation, to_come: bool) -> None:
 
 
 def _look_at_training_data(recipe: Recipe, folder: Path) -> None:
-    """The source, and that its first row has what the reward functions compare with."""
+    """The source, and that its first row has what the reward functions compare with, and what supervised steps imitate."""
     data = recipe.data
     row = _look_at(data, folder, "data.source", "data.options")
     if row is None:
         return
+    checks: list[Callable[[], object]] = [partial(_require_demonstration, recipe, row)]
     for i, part in enumerate(recipe.reward.parts):
-        require_gradable(part.function, data.source, row.answer, row.columns, f"reward.parts[{i}].function")
+        key = f"reward.parts[{i}].function"
+        checks.append(partial(require_gradable, part.function, data.source, row.answer, row.columns, key))
+    if problems := gathered(checks):
+        raise UserError("\n".join(f"{key}: {text}" for key, text in problems))
+
+
+def _require_demonstration(recipe: Recipe, row: Row) -> None:
+    if row.completion is None and (recipe.warm_start is not None or recipe.algo.name == "sft"):
+        key = "warm_start" if recipe.warm_start is not None else "algo.name"
+        raise UserError(
+            f"{key}: the first row of {recipe.data.source} has no demonstration; supervised steps need a column `completion`, "
+            "or `messages` that end with the assistant's turn"
+        )
 
 
 def _look_at(data: Data, folder: Path, source_key: str, options_key: str) -> Row | None:

@@ -176,7 +176,7 @@ class Algo(Section):
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         0.2, description="below 1, of the ratio (dppo_tv: of the probability); null: no lower clip, for cispo only"
     )
-    clip_high: Rate = Field(0.2, description="above 1, of the ratio (dppo_tv: of the probability)")
+    clip_high: Rate = Field(0.2, description="above 1, of the ratio (dppo_tv: of the probability, at most 1)")
     dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(
         None, description="bound on the ratio of a negative advantage (clipped_surrogate, gspo)"
     )
@@ -223,6 +223,9 @@ class Algo(Section):
             found.append(("algo.reduction", f"{got}: its ratio is the sequence's, others would weigh it by length"))
         if self.loss != "cispo" and self.clip_low is None:
             found.append(("algo.clip_low", f"got null, expected a number with loss {self.loss}; only cispo does without"))
+        if self.loss == "dppo_tv" and self.clip_high > 1:
+            why = "it bounds a difference of two probabilities, which is never larger"
+            found.append(("algo.clip_high", f"got {self.clip_high:g}, expected at most 1 with loss dppo_tv: {why}"))
         if self.dual_clip is not None and self.loss in ("cispo", "dppo_tv"):
             found.append(("algo.dual_clip", f"loss {self.loss} has no dual clip; remove it"))
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from slipstream.core.section import Fraction, NonNegative, Rate, Section
 
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Of a running mean; 1 would keep it at 0 for good, and Adam would divide 0 by 0."""
 _LR = "learning rate after the warm-up"
 _SCHEDULE = "how the learning rate goes on after the warm-up, to the last step"
 
@@ -16,7 +18,7 @@ class Optimizer(Section):
     """AdamW with warm-up.  ``min_lr_ratio`` is where a decaying schedule ends."""
 
     lr: Rate = Field(1e-6, description=_LR)
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(  # a list, where a preset has been merged
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(  # a list, where a preset has been merged
         (0.9, 0.95), description="decay of the running means of the gradient and of its square"
     )
     eps: Rate = Field(1e-8, description="added to the root of the squared gradients' mean")

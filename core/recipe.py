@@ -29,7 +29,12 @@ from slipstream.core.section import Problems
 REDACTED = "<redacted>"
 # The reader refuses every `${name:…}` with its line; these, which import modules or read secrets, are gone besides.
 _FORBIDDEN_RESOLVERS = ("oc.coerce", "oc.create", "oc.decode", "oc.env")
-_SECRET = re.compile(r"token|secret|password|passwd|api[_-]?key|credential", re.IGNORECASE)
+_SECRET = re.compile(
+    r"^tokens?$|(api|auth|access|refresh|session|bearer|secret|hf|hub|huggingface|github|gitlab|wandb)[_-]?token(?!i)|"
+    r"bearer|secret|password|passwd|api[_-]?key|credential",
+    re.IGNORECASE,
+)
+"""Names of options whose texts are secrets; ``end_token`` and ``tokenizer`` are none."""
 _MENTION = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
 _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("name",): "placeholder",

@@ -17,6 +17,12 @@ from slipstream.core.speculation import Speculation
 KvOnUpdate = Literal["keep", "recompute"]
 WITHOUT_SCORE = ("single_turn", "calculator")
 """Built-in environments that cannot be the reward ``environment``."""
+WITHOUT_CLOCK = ("exact", "environment")
+"""Reward functions that need no process, and no ``reward.timeout_s``."""
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it, without the learner."""
+MIN_DECAY = 1e-3
+"""Of a token's weight per version of lag: smaller ones are soon 0 in float32."""
 
 
 class Model(Section):
@@ -68,7 +74,10 @@ class RewardPart(Section):
 
 
 class Reward(Section):
-    """How responses are graded: the weighted sum of one or more functions."""
+    """How responses are graded: the weighted sum of one or more functions.
+
+    A score, or a sum, beyond ±1e6 fails its group.
+    """
 
     parts: Annotated[list[RewardPart], Field(min_length=1)] = Field(
         default_factory=lambda: [RewardPart(function="exact")], description="the functions; each may stand once"
@@ -99,6 +108,14 @@ class Distill(Section):
     coefficient: Rate = Field(1.0, description="of the teacher's term, beside the policy loss or the advantages")
     form: Literal["full", "policy_gradient"] = Field("full", description="in the loss, or in the advantages, as above")
 
+    def problems(self) -> Problems:
+        """What is set for a teacher that is not there."""
+        if self.teacher is not None:
+            return []
+        without = "there is no teacher that it would be for; set distill.teacher, or remove it"
+        unused = (("coefficient", self.coefficient, 1.0), ("form", self.form, "full"))
+        return [(f"distill.{key}", f"got {got}, and {without}") for key, got, default in unused if got != default]
+
 
 class WarmStart(Section):
     """Supervised steps on the source's demonstrations before the first rollout, by the same learner."""
@@ -111,13 +128,22 @@ class WarmStart(Section):
 class Sampling(Section):
     """How the policy writes.  RL keeps the full support (no top-p, no top-k), so that importance ratios are unbiased."""
 
-    temperature: Rate = Field(1.0, description="of sampling; the learner divides its logits by it too")
+    temperature: Rate = Field(1.0, description="of sampling, at least 0.01; the learner divides its logits by it too")
     max_tokens: Positive = Field(1024, description="of one turn")
     top_p: float = Field(1.0, description="only 1: other values cut the support, and are refused")
     top_k: int = Field(0, description="only 0, all tokens; others are refused likewise")
     min_tokens: int = Field(0, description="only 0; more would mask the EOS, and is refused likewise")
-    stop: list[str] = Field(default_factory=list, description="texts that end a turn, besides the EOS")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="texts that end a turn, besides the EOS"
+    )
     seeded: bool = Field(False, description="a random stream per sample, the same in every run; costs some throughput")
+
+    @model_validator(mode="after")
+    def _vllm_samples_at_it(self) -> Sampling:
+        if self.temperature < MIN_TEMPERATURE:
+            why = "vLLM would sample at 0.01 all the same, and the learner divide by less"
+            raise ValueError(f"temperature: got {self.temperature:g}, expected at least {MIN_TEMPERATURE:g}: {why}")
+        return self
 
     @model_validator(mode="after")
     def _full_support(self) -> Sampling:
@@ -185,6 +211,14 @@ class Schedule(Section):
     max_idle_groups: Positive | None = Field(
         None, description="stop after so many groups in a row without a learning signal; default: 50 × groups_per_step"
     )
+
+    @model_validator(mode="after")
+    def _weights_are_not_lost(self) -> Schedule:
+        for name, got in (("lag_decay", self.lag_decay), ("kv_lag_decay", self.kv_lag_decay)):
+            if got < MIN_DECAY:
+                why = "a lagging token's weight would soon be 0 in float32, and still count in the denominator"
+                raise ValueError(f"{name}: got {got:g}, expected at least {MIN_DECAY:g}: {why}; lower max_staleness instead")
+        return self
 
     def kv_problems(self) -> Problems:
         """Rules of the lag of KV entries, which is never below the token's own, and equal to it where they are recomputed."""
@@ -260,7 +294,7 @@ class Recipe(Section):
     """A run: what is trained, on what, how, and where."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(description="of the run's directory")
-    seed: NonNegative = Field(
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
         0, description="of data order, builtin weights and sampling; an asynchronous run is not repeatable"
     )
     model: Model
@@ -300,6 +334,7 @@ class Recipe(Section):
     def cross_checks(self) -> Problems:
         """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
         problems = self.algo.problems() + self._critic_problems() + self._distill_problems() + self._speculation_problems()
+        problems += self._reward_problems() + self.distill.problems()
         schedule, rollout, algo = self.schedule, self.rollout, self.algo
         samples = schedule.group_size * schedule.groups_per_step
         if schedule.group_size > rollout.max_num_seqs:
@@ -365,6 +400,18 @@ class Recipe(Section):
             )
         return problems
 
+    def _reward_problems(self) -> Problems:
+        """Rewards that teach nothing, or that take longer than anything may."""
+        reward, limit_s, problems = self.reward, self.cluster.stall_timeout_s, Problems()
+        learns = self.algo.name != "sft" and self.algo.advantage != "none" and not self.teaches
+        if learns and not any(part.weight for part in reward.parts):
+            why = f"algo.advantage {self.algo.advantage} learns from their sum; give one of them a weight"
+            problems.append(("reward.parts", f"got weight 0 for each, expected another for one: {why}"))
+        if any(part.function not in WITHOUT_CLOCK for part in reward.parts) and reward.timeout_s >= limit_s:
+            expected = f"expected more than reward.timeout_s = {reward.timeout_s:g} s: a group may be graded for so long"
+            problems.append(("cluster.stall_timeout_s", f"got {limit_s:g} s, {expected}"))
+        return problems
+
     def _critic_problems(self) -> Problems:
         """Rules between a critic, or an adaptive KL, and the schedule."""
         algo, schedule, problems = self.algo, self.schedule, Problems()
@@ -400,6 +447,9 @@ class Recipe(Section):
         if algo.advantage == "gae" and self.teaches == "policy_gradient":
             why = "the learner makes its advantages, and would whiten the teacher's part with them; use form: full"
             problems.append(("distill.form", f"got policy_gradient with algo.advantage gae: {why}"))
+        elif algo.loss == "gspo" and self.teaches == "policy_gradient":
+            why = "its one ratio per response would average the teacher's verdicts on tokens; use form: full, or another loss"
+            problems.append(("distill.form", f"got policy_gradient with algo.loss gspo: {why}"))
         if algo.advantage == "none" and algo.kl_in_reward:
             problems.append(("algo.kl.placement", "got reward with algo.advantage none: rewards train nothing; use loss"))
         if not self.trains_rl:

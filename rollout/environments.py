@@ -10,6 +10,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ class Environments:
         """Its answer to a turn; a ToolError is an answer too.
 
         Raises NoAnswer after ``timeout_s``: a thread that hangs goes on with the environment, so the episode must not.  Raises
-        EnvironmentFailed for all else.
+        EnvironmentFailed for all else, a CancelledError that nobody asked for included.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
                 if inspect.iscoroutinefunction(environment.observe):
-                    with _contained():
+                    with _contained(ToolError, asyncio.CancelledError):
                         answer = await environment.observe(completion)
                 else:
                     answer = await self._on_a_thread(environment.observe, completion)
@@ -73,6 +74,11 @@ class Environments:
             return f"error: {error}"
         except TimeoutError:
             raise NoAnswer(f"no answer within {self._timeout_s:g} s") from None
+        except asyncio.CancelledError as error:
+            if (asking := asyncio.current_task()) is None or asking.cancelling():
+                raise
+            shared = "observe awaits what was cancelled elsewhere; shield what several environments share (asyncio.shield)"
+            raise EnvironmentFailed("environment/raised", f"CancelledError: {shared}") from error
         if answer is None or isinstance(answer, str) or _are_ids(answer):
             return answer
         raise EnvironmentFailed("environment/wrong_result", f"got {answer!r}, expected text, a tuple of token ids, or None")
@@ -87,7 +93,7 @@ class Environments:
 
         def call() -> None:
             try:
-                with _contained():
+                with _contained(ToolError):
                     answer = function(completion)
             except (ToolError, EnvironmentFailed) as error:
                 done.set_exception(error)
@@ -106,22 +112,22 @@ class Environments:
 def score(environment: Environment) -> dict[str, float]:
     """The environment's own score as a reward part; nothing where it has none.  Raises EnvironmentFailed for no number."""
     with _contained():
-        got = environment.score
-    if got is None:
-        return {}
-    if not isinstance(got, int | float) or not math.isfinite(got):
-        raise EnvironmentFailed("environment/wrong_score", f"got {got!r}, expected a finite number or None")
-    return {"environment": float(got)}
+        got: Any = environment.score
+        if got is None:
+            return {}
+        if not isinstance(got, Real) or not math.isfinite(got):  # NumPy's numbers are Real, too
+            raise EnvironmentFailed("environment/wrong_score", f"got {got!r}, expected a finite number or None")
+        return {"environment": float(got)}
 
 
 @contextlib.contextmanager
-def _contained() -> Iterator[None]:
-    """Around the user's code: whatever it raises, ``sys.exit`` included, fails the group with a traceback."""
+def _contained(*passed: type[BaseException]) -> Iterator[None]:
+    """Around the user's code: whatever it raises but ``passed``, ``sys.exit`` included, fails the group with a traceback."""
     try:
         yield
-    except (ToolError, EnvironmentFailed):
-        raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, (EnvironmentFailed, *passed)):
+            raise
         traceback.print_exc()
         raise EnvironmentFailed("environment/raised", f"{type(error).__name__}: {error}") from error
 

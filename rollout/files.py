@@ -5,8 +5,10 @@ Every row that cannot be used is named with its place, up to twenty at once.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
     """
     chosen = options_of(FileOptions, options, "data.options")
     _require_rows_at(path, "data.source")
+    digest(path)
     rows: list[Row] = []
     problems: list[str] = []
     for place, record in _records(path, chosen.split):
@@ -54,6 +57,29 @@ def read_rows(path: Path, options: Mapping[str, Any], answer_column: str) -> lis
     if not rows:
         raise UserError(f"data.source: {path} has no rows")
     return rows
+
+
+def digest(path: Path) -> str | None:
+    """BLAKE2 of the file (of a folder: of its Arrow files); None where there is none.
+
+    It is taken once in a process, at the latest when the rows are read: of what a run trains on, whatever becomes of the file.
+    """
+    try:
+        return _digest(path.resolve())
+    except FileNotFoundError:
+        return None
+
+
+@lru_cache
+def _digest(path: Path) -> str:
+    files = [path]
+    if path.is_dir():  # what `datasets` caches there are no rows
+        files = sorted(file for file in path.rglob("*.arrow") if not file.name.startswith(("cache-", "tmp")))
+    whole = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with file.open("rb") as opened:
+            whole.update(hashlib.file_digest(opened, "blake2b").digest())
+    return whole.hexdigest()
 
 
 def first_row(path: Path, options: Mapping[str, Any], answer_column: str, source_key: str, options_key: str) -> Row | None:

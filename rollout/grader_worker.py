@@ -7,12 +7,14 @@ sibling; None means that it does not apply.  What graders print goes to stderr; 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import inspect
 import json
 import os
 import pickle
 import re
+import signal
 import struct
 import sys
 import traceback
@@ -63,6 +65,7 @@ def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
 
 BUILT_IN: dict[str, Callable[..., Scores]] = {"regex": regex, "math": math, "reasoning_gym": reasoning_gym}
 _WARM = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def resolve(name: str, options: dict[str, Any], search_path: str | None = None) -> Callable[..., Any]:
@@ -95,7 +98,7 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
         return {"error": "wrong_result", "detail": f"got a {type(result).__name__}, expected a list of numbers"}
     try:
         return {"scores": [None if score is None else _number(score) for score in result]}
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return {"error": "wrong_result", "detail": f"{error}, expected numbers or None"}
 
 
@@ -110,8 +113,11 @@ def _number(score: Any) -> float:
 
 
 def main() -> None:
+    if sys.platform == "linux":  # a grader that hangs would not see its parent's end of the pipe close
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=replies.close)  # or a child of a grader would hold the parent's pipe open
     setup = _receive(requests)
     if setup is None:
         return

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -123,12 +124,17 @@ class GraderPool:
 
 
 class _Worker:
-    """One process; ``call`` blocks until it answers, and raises EOFError once it is dead or killed."""
+    """One process, and what the user's graders start in it; ``call`` raises EOFError once it is dead or killed.
+
+    It leads a session, so that all of it can be killed.  A worker whose parent has gone ends by itself.
+    """
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-P", "-m", "slipstream.rollout.grader_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
 
     def call(self, request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -143,5 +149,6 @@ class _Worker:
         return reply
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process.returncode is None:  # not reaped yet: the number is still the group's
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -16,12 +16,13 @@ from typing import Any
 from slipstream.core.built_in import REWARDS, ExactOptions, reward_options
 from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task, Trajectory
-from slipstream.core.schema import Reward, RewardPart
+from slipstream.core.schema import WITHOUT_CLOCK, Reward, RewardPart
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.graders import Grader, GraderPool
 
-_HERE = ("exact", "environment")
-"""What this process does itself."""
+MOST_REWARD = 1e6
+"""The largest score, and sum of scores, of either sign: beyond it advantages lose their digits in float32, and far beyond it
+they are infinite."""
 
 
 class Rewards:
@@ -38,7 +39,7 @@ class Rewards:
                 problems.append(str(error))
         if problems:
             raise UserError("\n".join(problems))
-        graders = [_grader(part, options) for part, options in self._parts if part.function not in _HERE]
+        graders = [_grader(part, options) for part, options in self._parts if part.function not in WITHOUT_CLOCK]
         self._pool = None
         if graders:
             self._pool = GraderPool(graders, workers=reward.workers, timeout_s=reward.timeout_s, search_path=search_path)
@@ -58,7 +59,7 @@ class Rewards:
         """The siblings with ``rewards`` (each part, unweighted) and ``reward`` (the weighted sum).
 
         Raises GradingError, so that the group fails and is counted, if a function raises, hangs, dies or returns anything
-        but one finite number (or None: not applicable) per sibling.
+        but one number within ± ``MOST_REWARD`` (or None: not applicable) per sibling.
         """
         columns = [(part, await self._scores(part, options, task, trajectories)) for part, options in self._parts]
         return [
@@ -151,4 +152,8 @@ def _with_rewards(trajectory: Trajectory, scores: Sequence[tuple[RewardPart, flo
     total = sum(part.weight * score for part, score in scores if score is not None)
     if not math.isfinite(total):
         raise GradingError("total/not_finite", f"the weighted sum of {rewards} is {total}, expected a finite number")
+    for name, value in (*rewards.items(), ("total", total)):
+        if abs(value) > MOST_REWARD:
+            what = f"the weighted sum of {rewards} is {value:g}" if name == "total" else f"got {value:g}"
+            raise GradingError(f"{name}/too_large", f"{what}, expected at most {MOST_REWARD:g} of either sign; scale it down")
     return replace(trajectory, reward=total, rewards=rewards)

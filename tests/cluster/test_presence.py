@@ -23,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "empty.yaml").write_text("seed: 0\n")
     (folder / "my_rewards.py").write_text("raise SystemExit('imported')\ndef correct(): ...\n")
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "solution": "2"}) + "\n")
+    (folder / "shown.jsonl").write_text(json.dumps({"prompt": "1+1", "completion": "2", "answer": "2"}) + "\n")
     (folder / "verl.jsonl").write_text(json.dumps({"prompt": "1+1", "reward_model": {"ground_truth": "2"}}) + "\n")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -71,6 +72,15 @@ def problems(folder: Path, *overrides: str, draft_to_come: bool = True) -> list[
 def test_each_thing_that_is_not_there(folder: Path, override: str, expected: str) -> None:
     (found,) = problems(folder, override)
     assert expected in found
+
+
+def test_supervised_steps_want_demonstrations(folder: Path) -> None:
+    expected = "the first row of verl.jsonl has no demonstration; supervised steps need a column `completion`"
+    for key, setting in (("warm_start", "warm_start={steps: 3}"), ("algo.name", "algo.name=sft")):
+        (found,) = problems(folder, "data.source=verl.jsonl", setting)
+        assert found.startswith(f"{key}: {expected}")
+        assert problems(folder, "data.source=shown.jsonl", setting) == []
+        assert len(problems(folder, "data.source=rows.jsonl", setting)) == 2, "no answer either"
 
 
 def test_they_come_with_the_mistakes_of_the_schema_and_not_about_a_key_that_is_wrong_itself(folder: Path) -> None:

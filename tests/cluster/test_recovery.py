@@ -41,8 +41,10 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Model, Recipe, Schedule
+from slipstream.rollout import files
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.prompts import PromptTooLong
+from slipstream.rollout.tasks import open_source
 from slipstream.trainer.model import resolve_model
 
 LEDGER = {"dispatched": 4, "in_flight": 0, "ready": 0, "training": 0, "trained": 4, "stale": 0, "filtered": 0, "failed": 0}
@@ -118,6 +120,46 @@ def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(recipe: R
     other = recipe.model_copy(update={"seed": 1, "schedule": longer.model_copy(update={"group_size": 3})})
     with pytest.raises(ValueError, match=r"(?s)schedule.group_size: got 3, expected 8.*seed: got 1, expected 0.*start"):
         require_same(other, saved)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "folder"])
+def test_a_resume_notices_that_its_rows_are_others(recipe: Recipe, tmp_path: Path, kind: str) -> None:
+    """The digest is of what the process has read: here, of the file before it was replaced."""
+    path = tmp_path / ("rows.jsonl" if kind == "jsonl" else "rows")
+
+    def write(answers: str) -> None:
+        rows = [{"prompt": f"{answer}<", "answer": answer} for answer in answers]
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            Dataset.from_list(rows).save_to_disk(path)
+
+    from datasets import Dataset
+
+    write("234")
+    of_file = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(path)})})
+    open_source(of_file.data, 0, "train", of_file.monitor.eval.model_copy(update={"size": 1}))
+    write("235")
+    saved = fixed_keys(of_file)
+    require_same(of_file, saved)
+    files._digest.cache_clear()  # as in another process
+    for sections in ((), ("data.", "monitor.eval.")):
+        with pytest.raises(UserError, match=r"data\.source: .*rows.* does not hold the rows that the run began with; put them"):
+            require_same(of_file, saved, *([sections] if sections else []))
+    write("234")
+    if kind == "folder":
+        (path / "cache-1.arrow").write_text("of a map that somebody made")
+    files._digest.cache_clear()
+    require_same(of_file, saved)
+
+
+def test_another_end_token_is_a_change(recipe: Recipe) -> None:
+    def ends(text: str) -> Recipe:
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"options": {"end_token": text}})})
+
+    with pytest.raises(UserError, match=r"data\.options\.end_token: got b, expected a"):
+        require_same(ends("b"), fixed_keys(ends("a")))
 
 
 # ---- the cursor

@@ -113,7 +113,16 @@ def test_a_rule_about_a_wrong_key_of_its_own_section_is_not_told(tmp_path: Path)
         ("rollout: 3", "5: rollout: got 3, expected a section, that is keys and values"),
         ("monitor:", "5: monitor: got null, expected a section, that is keys and values"),
         ("trainer: {optimizer: {lr: .nan}}", "5: trainer.optimizer.lr: got .nan, expected a finite number"),
-        ("trainer:\n  optimizer:\n    betas: [0.9, 2]", "7: trainer.optimizer.betas[1]: got 2, expected a number at most 1"),
+        ("trainer:\n  optimizer:\n    betas: [0.9, 2]", "7: trainer.optimizer.betas[1]: got 2, expected a number less than 1"),
+        ("trainer: {optimizer: {betas: [0.9, 1]}}", "5: trainer.optimizer.betas[1]: got 1, expected a number less than 1"),
+        ("seed: 9223372036854775808", "5: seed: got 9223372036854775808, expected a number at most 9.22337e+18"),
+        ("rollout: {sampling: {stop: ['']}}", "5: rollout.sampling.stop[0]: got '', expected text that is not empty"),
+        (
+            "rollout: {sampling: {temperature: 0.005}}",
+            "5: rollout.sampling.temperature: got 0.005, expected at least 0.01: vLLM would sample at 0.01 all the same",
+        ),
+        ("schedule: {lag_decay: 1.0e-20}", "5: schedule.lag_decay: got 1e-20, expected at least 0.001: a lagging token's"),
+        ("schedule: {kv_lag_decay: 1.0e-4}", "5: schedule.kv_lag_decay: got 0.0001, expected at least 0.001: a lagging"),
         ("seed: 1\nseed: 2", "6: seed: the key stands twice, first at "),
         ("seed: ???", "5: seed: must be given"),
         ("seed: ${scheduel.steps}", "5: seed: the reference cannot be resolved"),
@@ -285,6 +294,20 @@ def test_the_dump_loads_again_and_holds_no_secret(tmp_path: Path) -> None:
     assert "reward.parts[0].options.a.api_key=…" in only(tmp_path, dumped, ("data.options.hf_token=hush",))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["token", "hf_token", "api-token", "authToken", "ACCESS_TOKEN", "bearer", "my_secret", "password", "apikey", "credentials"],
+)
+def test_what_a_secret_is_called(tmp_path: Path, name: str) -> None:
+    assert "hush" not in dump_recipe(load_recipe([write(tmp_path, GOOD)], [f"data.options={{{name}: hush}}"]))
+
+
+@pytest.mark.parametrize("name", ["end_token", "tokenizer", "hf_tokenizer", "eos_token", "tokens_per_s"])
+def test_what_no_secret_is_called_stays_in_the_resolved_recipe(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe([write(tmp_path, GOOD)], [f"data.options={{{name}: a}}"])
+    assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
+
+
 def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     code = (
@@ -361,10 +384,34 @@ def test_a_response_may_have_the_tokens_of_all_its_turns(tmp_path: Path) -> None
             "schedule.kv_lag_decay: does not go with kv_on_update: recompute",
         ),
         ("schedule: {max_kv_lag: 1}", "schedule.max_kv_lag: got 1, expected at least max_staleness = 2"),
+        (
+            "reward: {parts: [{function: exact, weight: 0}, {function: math, weight: 0}]}",
+            "reward.parts: got weight 0 for each, expected another for one: algo.advantage grpo learns from their sum",
+        ),
+        (
+            "reward: {parts: [{function: exact}, {function: math}], timeout_s: 600}",
+            "cluster.stall_timeout_s: got 600 s, expected more than reward.timeout_s = 600 s",
+        ),
+        ("algo: {name: dppo, clip_high: 4}", "algo.clip_high: got 4, expected at most 1 with loss dppo_tv"),
     ],
 )
 def test_settings_that_contradict_each_other(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in only(tmp_path, f"{GOOD}{text}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward: {parts: [{function: exact, weight: 0}]}\nalgo: {name: sft}",
+        "reward: {parts: [{function: exact, weight: 0}]}\ndistill: {teacher: t}",
+        "reward: {parts: [{function: exact}], timeout_s: 600}",  # no process, and no clock
+        "algo: {name: dppo, clip_high: 1}",
+        "rollout: {sampling: {temperature: 0.01}}\nschedule: {lag_decay: 1.0e-3}\nseed: 9223372036854775807",
+    ],
+)
+def test_settings_that_do_not(tmp_path: Path, text: str) -> None:
+    recipe = load_recipe([write(tmp_path, f"{GOOD}{text}\n")])
+    assert load_recipe([write(tmp_path, dump_recipe(recipe), "again.yaml")]) == recipe
 
 
 def test_weights_are_published_before_the_slots_run_out(tmp_path: Path) -> None:
@@ -505,6 +552,12 @@ def test_each_mistake_of_an_algorithm(tmp_path: Path, text: str, expected: str) 
             "algo: {name: opd, kl: {coefficient: 0.1, placement: reward, estimator: k1}}",
             "algo.kl.placement: got reward with algo.advantage none: rewards train nothing",
         ),
+        (
+            "distill: {teacher: t, form: policy_gradient}\nalgo: {name: gspo}",
+            "distill.form: got policy_gradient with algo.loss gspo: its one ratio per response",
+        ),
+        ("distill: {form: policy_gradient}", "distill.form: got policy_gradient, and there is no teacher"),
+        ("distill: {coefficient: 0.5}\nalgo: {name: sft}", "distill.coefficient: got 0.5, and there is no teacher"),
         ("distill: {teacher: t, coefficient: 0}", "distill.coefficient: got 0, expected a number greater than 0"),
         ("distill: {teacher: t, form: forward}", "distill.form: got 'forward', expected 'full' or 'policy_gradient'"),
     ],

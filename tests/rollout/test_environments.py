@@ -16,16 +16,21 @@ from slipstream.rollout.failures import EnvironmentFailed
 
 MINE = """
 import asyncio, sys, threading, time
+import numpy as np
 from slipstream.rollout.environment import Environment, ToolError
 
 release = threading.Event()
+common = {}
 
 class Mine(Environment):
     def __init__(self, task, *, wait_s=0.0):
         super().__init__(task)
         if task.answer == "unplayable":
             raise KeyError("no such level")
-        self.wait_s, self.score = wait_s, {"nan": float("nan"), "text": "much"}.get(task.answer)
+        if task.answer == "no tool":
+            raise ToolError("in the wrong place")
+        scores = {"nan": float("nan"), "text": "much", "beyond": 10**400, "numpy": np.float32(0.5), "bool": True}
+        self.wait_s, self.score = wait_s, scores.get(task.answer)
 
     async def observe(self, completion):
         text = completion.text
@@ -33,6 +38,8 @@ class Mine(Environment):
             raise ToolError("no such tool")
         if text == "sleep":
             await asyncio.sleep(60)
+        if text == "together":
+            await common[asyncio.get_running_loop()]
         if text == "own timeout":
             raise TimeoutError("of a socket")
         if text == "raise":
@@ -47,12 +54,14 @@ class Blocking(Mine):
             raise ToolError("no such tool")
         if completion.text == "exit":
             sys.exit(3)
+        if completion.text == "cancelled":
+            raise asyncio.CancelledError
         return threading.current_thread() is not threading.main_thread() and "elsewhere"
 
 class Unscored(Mine):
     @property
     def score(self):
-        raise LookupError("nobody kept it")
+        raise ToolError("no judge") if self.task.answer == "no tool here" else LookupError("nobody kept it")
 
     @score.setter
     def score(self, value):
@@ -143,9 +152,49 @@ def test_an_environment_that_cannot_be_made_or_scored_fails_the_group(folder: Pa
     with pytest.raises(EnvironmentFailed, match="environment/raised: KeyError: 'no such level'"):
         environments.open(task("unplayable"))
     assert score(environments.open(task())) == {}
+    assert score(environments.open(task("numpy"))) == {"environment": 0.5}
+    assert score(environments.open(task("bool"))) == {"environment": 1.0}
+    with pytest.raises(EnvironmentFailed, match="environment/raised: OverflowError"):
+        score(environments.open(task("beyond")))
     for answer in ("nan", "text"):
         with pytest.raises(EnvironmentFailed, match="environment/wrong_score"):
             score(environments.open(task(answer)))
+
+
+def test_only_a_turn_is_answered_by_a_tool_error(folder: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="environment/raised: ToolError: in the wrong place"):
+        mine(folder).open(task("no tool"))
+    with pytest.raises(EnvironmentFailed, match="environment/raised: ToolError: no judge"):
+        score(mine(folder, "Unscored").open(task("no tool here")))
+
+
+def test_a_cancellation_that_nobody_asked_for_fails_the_group(folder: Path) -> None:
+    """Two siblings await one task, which the first's timeout cancels; the second is cancelled by nobody."""
+    environments = mine(folder, timeout_s=0.2)
+    common = __import__("my_environments_of_the_test").common
+
+    async def ask(delay_s: float) -> Any:
+        await asyncio.sleep(delay_s)
+        return await environments.observe(environments.open(task()), said("together"))
+
+    async def both() -> list[Any]:
+        common[asyncio.get_running_loop()] = asyncio.ensure_future(asyncio.sleep(60))
+        return await asyncio.gather(ask(0.0), ask(0.1), return_exceptions=True)
+
+    async def called_off() -> None:
+        common[asyncio.get_running_loop()] = asyncio.ensure_future(asyncio.sleep(60))
+        asking = asyncio.ensure_future(ask(0.0))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asking
+
+    first, second = asyncio.run(both())
+    assert isinstance(first, NoAnswer) and isinstance(second, EnvironmentFailed)
+    assert "environment/raised: CancelledError: observe awaits what was cancelled elsewhere" in str(second)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(called_off())
+    with pytest.raises(EnvironmentFailed, match="environment/raised: CancelledError"):
+        observe(mine(folder, "Blocking"), "cancelled")
 
 
 def test_an_environment_that_would_end_the_process_fails_the_group(folder: Path) -> None:

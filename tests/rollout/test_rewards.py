@@ -1,7 +1,12 @@
 """Rewards: the scores, and that what cannot be graded fails its group with a reason instead of scoring 0."""
 
 import asyncio
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +89,7 @@ def test_weighted_sum_with_every_part_logged(tmp_path: Path) -> None:
 
 
 USER_FUNCTIONS = """
-import os, time
+import multiprocessing, os, pathlib, time
 def everything(prompts, completions, completion_ids, answer, level, **columns):
     print("chatter must not break the protocol")
     assert prompts == [[{"role": "user", "content": "hi"}]] * 2 and completion_ids == [[7], [7]] and columns == {}
@@ -93,11 +98,20 @@ async def waits(completions): return [1.0 for _ in completions]
 def tuned(completions, scale=1.0): return [scale for _ in completions]
 def raises(**_): raise KeyError("boom")
 def short(**_): return [1.0]
+def beyond(**_): return [10**400, 0.0]
 def nan(**_): return [float("nan"), 0.0]
 def infinite(**_): return [0.0, float("-inf")]
 def text(**_): return ["1.0", "0.0"]
 def scalar(**_): return 1.0
 def hangs(**_): time.sleep(600)
+def forks(**_):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    pathlib.Path(__file__).with_name("pids").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+def forks_once(completions, **_):
+    if "fork" in completions: forks()
+    return [0.5 for _ in completions]
 def dies(**_): os._exit(3)
 def fragile(completions, **_):
     if "die" in completions: os._exit(3)
@@ -125,6 +139,7 @@ def test_a_user_function_gets_trl_arguments(tmp_path: Path) -> None:
         ("infinite", "not_finite"),
         ("text", "wrong_result"),
         ("scalar", "wrong_result"),
+        ("beyond", "wrong_result"),
         ("dies", "crashed"),
         ("hangs", "timeout"),
     ],
@@ -145,6 +160,93 @@ def test_a_weighted_sum_that_overflows_fails_the_group(tmp_path: Path) -> None:
     reward = Reward(parts=[RewardPart(function="mine:huge", weight=10.0)], workers=1)
     with pytest.raises(GradingError, match=r"total/not_finite: the weighted sum of \{'mine:huge': 1e\+308\} is inf"):
         grade(reward, task(), [sibling("12")], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("expression", "weight", "problem"),
+    [
+        ("1e30", 1.0, "mine:f/too_large: got 1e+30, expected at most 1e+06"),
+        ("-1e30", 0.0, r"mine:f/too_large: got -1e\+30"),
+        ("1e5", 11.0, r"total/too_large: the weighted sum of \{'mine:f': 100000.0\} is 1.1e\+06"),
+    ],
+)
+def test_a_reward_too_large_for_float32_fails_the_group(tmp_path: Path, expression: str, weight: float, problem: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(completions, **_): return [{expression} for _ in completions]")
+    reward = Reward(parts=[RewardPart(function="mine:f", weight=weight)], workers=1)
+    with pytest.raises(GradingError, match=problem.replace("1e+", r"1e\+")):
+        grade(reward, task(), [sibling("12")], tmp_path)
+
+
+def test_an_environments_score_has_the_same_bound() -> None:
+    reward = Reward(parts=[RewardPart(function="environment")])
+    with pytest.raises(GradingError, match="environment/too_large"):
+        grade(reward, task(), [replace(sibling("12"), rewards={"environment": 1e7})])
+    (most,) = grade(reward, task(), [replace(sibling("12"), rewards={"environment": -1e6})])
+    assert most.reward == -1e6
+
+
+def alive(pid: int) -> bool:
+    """Not so a zombie, whose parent has not asked for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ended(folder: Path) -> bool:
+    """Whether the grader of ``folder`` and its child end within ten seconds."""
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 2
+    for _ in range(100):
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_what_a_grader_started_ends_with_it_and_the_next_group_is_graded(tmp_path: Path) -> None:
+    """The child would hold the reply pipe open, and its only thread would wait for it forever."""
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
+
+    async def run() -> list[float]:
+        rewards = Rewards(Reward(parts=[RewardPart(function="mine:forks_once")], workers=1, timeout_s=5.0), tmp_path)
+        try:
+            await rewards.start()
+            with pytest.raises(GradingError, match="mine:forks_once/timeout"):
+                await rewards.grade(task(), [sibling("fork")])
+            async with asyncio.timeout(60):
+                return [one.reward for one in await rewards.grade(task(), [sibling("12")])]
+        finally:
+            rewards.close()
+
+    assert asyncio.run(run()) == [0.5] and ended(tmp_path)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from slipstream.rollout.graders import Grader, GraderPool
+
+pool = GraderPool([Grader("mine:hangs_aloud", {})], workers=1, timeout_s=600, search_path=Path(sys.argv[1]))
+asyncio.run(pool.grade("mine:hangs_aloud", {}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a signal when the parent dies")
+def test_a_grader_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
+    """It is in no process group of the job, and reads no end of file while it hangs."""
+    hangs = "def hangs_aloud(**_): pathlib.Path(__file__).with_name('pids').write_text(f'{os.getpid()} 0'); time.sleep(600)\n"
+    (tmp_path / "mine.py").write_text(f"import os, pathlib, time\n{hangs}")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    try:
+        for _ in range(600):
+            if (tmp_path / "pids").exists():
+                break
+            time.sleep(0.1)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert ended(tmp_path)
 
 
 def test_a_worker_that_died_is_replaced(tmp_path: Path) -> None:
