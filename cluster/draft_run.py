@@ -166,7 +166,7 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
             rollout=rollout.model_copy(update={"speculation": Speculation(), "sampling": sampling}),
             max_length=limit,
             eos_ids=eos_token_ids(model_path),
-            seed=recipe.seed,
+            seed=recipe.seed % 2**31,
             version=WeightVersion(0, 0),
         )
     try:
