@@ -5,7 +5,7 @@ The learner is blind to the algorithm; everything that distinguishes one from an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.algos.advantages import batch_advantages
 from slipstream.algos.reductions import token_weights
 from slipstream.cluster.ledger import State
+from slipstream.cluster.scoring import Penalty, bare_sample
 from slipstream.cluster.staleness import decay, lags, loss_mask, outcome, staleness_metrics
 from slipstream.core.algorithms import OF_BATCH, OF_GROUPS
 from slipstream.core.metrics import Max, Mean, Metrics
@@ -30,14 +31,6 @@ class Assembled:
     batch: TrainBatch
     metrics: Metrics
     records: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """KL to the reference, to be taken off the rewards: ``coefficient`` · the ``gaps`` of each response token, by sample."""
-
-    coefficient: float
-    gaps: Mapping[str, Sequence[float]]
 
 
 def assemble(
@@ -202,22 +195,6 @@ def _mean_gap(batch: TrainBatch, gap_of_sample: Mapping[str, Sequence[float]]) -
     return _mean([gap for gap, weight in pairs if weight])
 
 
-def _bare_sample(trajectory: Trajectory) -> TrainSample:
-    """A response without weights."""
-    zeros = (0.0,) * len(trajectory.token_ids)
-    return TrainSample(
-        sample_id=trajectory.sample_id,
-        input_ids=trajectory.prompt_ids + trajectory.token_ids,
-        prompt_length=len(trajectory.prompt_ids),
-        rl=zeros,
-        ce=zeros,
-        distill=zeros,
-        advantages=zeros,
-        behaviour_logprobs=trajectory.behaviour_logprobs,
-        lag=(0,) * len(zeros),
-    )
-
-
 def _stamped_sample(
     trajectory: Trajectory,
     weights: Sequence[float],
@@ -227,7 +204,7 @@ def _stamped_sample(
     steps: Steps | None,
 ) -> TrainSample:
     """A response with its weights in the streams that the recipe trains on rollouts."""
-    bare, given = _bare_sample(trajectory), tuple(weights)
+    bare, given = bare_sample(trajectory), tuple(weights)
     return replace(
         bare,
         rl=given if recipe.trains_rl else bare.rl,
@@ -251,27 +228,6 @@ def _ce_sample(sample_id: str, prompt_ids: tuple[int, ...], completion_ids: tupl
         behaviour_logprobs=zeros,
         lag=(0,) * len(completion_ids),
     )
-
-
-def samples_of(groups: Iterable[Group]) -> list[TrainSample]:
-    """Whole trajectories with no weights yet, for scoring by the reference or the teacher; an empty response has no score."""
-    return [_bare_sample(t) for group in groups for t in group.trajectories if t.token_ids]
-
-
-def gaps(groups: Sequence[Group], other_logprobs: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """log π_b − log π_other of each response token, by sample: k1 under the policy that sampled it; 0 on observations.
-
-    ``other_logprobs`` are those of ``samples_of(groups)``.
-    """
-    trajectories = [t for group in groups for t in group.trajectories]
-    known = dict(zip([sample.sample_id for sample in samples_of(groups)], other_logprobs, strict=True))
-    return {
-        t.sample_id: tuple(
-            behaviour - other if mine else 0.0
-            for behaviour, other, mine in zip(t.behaviour_logprobs, known.get(t.sample_id, ()), t.loss_mask, strict=True)
-        )
-        for t in trajectories
-    }
 
 
 def sample_record(

@@ -25,10 +25,9 @@ import time
 from typing import Any
 
 from slipstream.algos.advantages import has_signal
-from slipstream.algos.kl import adapted_coefficient
 from slipstream.cluster import recovery
 from slipstream.cluster.actors import RunPlace
-from slipstream.cluster.assembly import Penalty, assemble, gaps, samples_of
+from slipstream.cluster.assembly import assemble
 from slipstream.cluster.drafts import DraftUsage, saved_drafts, share_drafts, summarise_drafts
 from slipstream.cluster.evaluation import Encoded, Evaluator
 from slipstream.cluster.faults import cause, describe
@@ -38,6 +37,7 @@ from slipstream.cluster.idle import IdleGroups
 from slipstream.cluster.learners import LearnerGroup
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse, watch
+from slipstream.cluster.scoring import Scoring
 from slipstream.cluster.supervised import Imitation
 from slipstream.cluster.telemetry import Telemetry, summarise
 from slipstream.cluster.transport import open_transport, transport_name
@@ -78,7 +78,7 @@ class Controller:
         self.drafts = DraftUsage(recipe.rollout.speculation)
         self.places: dict[str, tuple[int, int]] = {}
         self.saved_batch = parts.version.batch if parts.saved is not None else None
-        self.kl_coefficient = recipe.algo.kl.coefficient if parts.kl_coefficient is None else parts.kl_coefficient
+        self.scoring = Scoring(recipe, self.learners, parts.kl_coefficient)
         self.interrupted = collections.deque(parts.in_flight)
         self._groups: set[asyncio.Task[None]] = set()
         self._idle = IdleGroups(recipe.schedule.max_idle_groups or 50 * self.flow.groups_per_step)
@@ -287,7 +287,7 @@ class Controller:
                 break
             waited = time.perf_counter() - started
             queued = self.flow.queue_metrics()
-            penalty, gap = await self._kl_penalty(groups), await self._teacher_gaps(groups)
+            penalty, gap = await self.scoring.penalty(groups), await self.scoring.teacher_gaps(groups)
             assembled = await asyncio.to_thread(
                 assemble, groups, self.flow.learner, self.recipe, self.parts.context, penalty, gap
             )
@@ -301,7 +301,7 @@ class Controller:
                 await asyncio.to_thread(self.telemetry.samples, assembled.records)
             self.telemetry.event("commit", batch=version.batch, version=str(version), groups=[g.task.id for g in groups])
             times: Metrics = {"time/step": Mean(now - started), "time/wait": Mean(waited), "time/train": Mean(now - training)}
-            penalised = self._penalised(penalty)
+            penalised = self.scoring.charged(penalty, version.batch)
             await self._committed(version, waited, {**assembled.metrics, **metrics, **penalised, **queued, **times})
 
     def _data_ended(self) -> None:
@@ -321,30 +321,6 @@ class Controller:
         if self._stopping or self.flow.exhausted:
             return ()
         return self.flow.take()
-
-    async def _kl_penalty(self, groups: tuple[Group, ...]) -> Penalty | None:
-        if not self.recipe.algo.kl_in_reward:
-            return None
-        reference = await self.learners.logprobs(samples_of(groups), "reference")
-        return Penalty(self.kl_coefficient, gaps(groups, reference))
-
-    def _penalised(self, penalty: Penalty | None) -> Metrics:
-        """What the rewards of a batch were charged, and the coefficient that follows from it."""
-        if penalty is None:
-            return {}
-        kl, critic, samples = self.recipe.algo.kl, self.recipe.algo.critic, len(penalty.gaps)
-        policy_rests = critic is not None and self.flow.learner.batch <= critic.warmup_batches
-        if kl.target is not None and not policy_rests:
-            observed = sum(map(sum, penalty.gaps.values())) / samples
-            self.kl_coefficient = adapted_coefficient(
-                penalty.coefficient, observed, target=kl.target, horizon=kl.horizon, samples=samples
-            )
-        return {"kl/coefficient": Last(penalty.coefficient)}
-
-    async def _teacher_gaps(self, groups: tuple[Group, ...]) -> dict[str, tuple[float, ...]] | None:
-        if self.recipe.teaches != "policy_gradient":
-            return None
-        return gaps(groups, await self.learners.logprobs(samples_of(groups), "teacher"))
 
     # ---- what follows every commit
 

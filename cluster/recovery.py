@@ -135,7 +135,7 @@ async def save(controller: Controller) -> None:
         "version": str(flow.learner),
         "fixed": fixed_keys(controller.recipe),
         "ledger": flow.ledger.as_dict(),
-        "kl_coefficient": controller.kl_coefficient,
+        "kl_coefficient": controller.scoring.coefficient,
         "cursor": [cursor.epoch, cursor.position, cursor.skipped],
         "ready": [encode_group(group) for group, _ in flow.ready.values()],
         "in_flight": [*(controller.places[group_id] for group_id in flow.in_flight), *controller.interrupted],

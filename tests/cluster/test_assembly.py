@@ -9,15 +9,8 @@ import pytest
 
 from slipstream.algos.advantages import has_signal
 from slipstream.cluster import staleness
-from slipstream.cluster.assembly import (
-    Penalty,
-    assemble,
-    assemble_demonstrations,
-    gaps,
-    overlong_reward,
-    sample_record,
-    samples_of,
-)
+from slipstream.cluster.assembly import assemble, assemble_demonstrations, overlong_reward, sample_record
+from slipstream.cluster.scoring import Penalty, Scoring, gaps, samples_of
 from slipstream.cluster.staleness import loss_mask, staleness_metrics
 from slipstream.core.metrics import values
 from slipstream.core.records import Group, Task, TrainSample, Trajectory, WeightVersion
@@ -448,3 +441,14 @@ def test_overlong_responses_count_in_the_statistics_and_train_nothing() -> None:
     (record,) = (r for r in made.records if r["sample_id"] == "c")
     assert record["reward"] == 0.0 and record["rewards"] == {"exact": 1.0, "overlong": -1.0}
     assert values(made.metrics)["reward/overlong"] == pytest.approx(-1 / 5)
+
+
+def test_an_adaptive_coefficient_waits_until_the_policy_moves() -> None:
+    """While the critic warms up the policy is the reference, and a KL of 0 would take the coefficient down."""
+    kl = {"coefficient": 0.1, "target": 1.0, "horizon": 10_000, "placement": "reward", "estimator": "k1"}
+    scoring = Scoring(recipe(name="ppo", critic={"warmup_batches": 2}, kl=kl), None, None)  # type: ignore[arg-type]
+    nothing = Penalty(0.1, {"a": (0.0, 0.0)})
+    scoring.charged(nothing, 2)
+    assert scoring.coefficient == 0.1
+    scoring.charged(nothing, 3)
+    assert scoring.coefficient < 0.1
