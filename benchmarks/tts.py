@@ -50,6 +50,9 @@ def main() -> None:
     figures: dict[str, list[float]] = defaultdict(list)
     made = json.loads((head_path / "draft.json").read_text())
     figures["acceptance_on_short_responses"].append(made["length_after"])
+    live(tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
+    if not quick:
+        live_batch(tokenizer, head_path, figures)
     prompts, length = ((0, 3), 600) if quick else (range(len(PROMPTS)), 1250)
     for number, ids, prompt_length in record(policy, tokenizer, list(prompts), length, "own"):
         response = look_at(policy, head_path, number, ids, prompt_length)
@@ -62,9 +65,6 @@ def main() -> None:
         means = {name: round(sum(r.expected for r in of_arm) / len(of_arm), 3) for name, of_arm in rounds.items()}
         say(f"prompt {number}: {means}, repeated {figures['repeated_share'][-1]:.2f}")
     drifted(policy, tokenizer, head_path, figures, list(prompts)[: 1 if quick else 4], 600)
-    live(tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
-    if not quick:
-        live_batch(tokenizer, head_path, figures)
     for gain in [name for name in figures if name.startswith("acceptance_gain")]:
         figures[f"{gain}_mean"].append(fmean(figures[gain]))
         if len(figures[gain]) > 1:

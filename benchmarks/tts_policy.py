@@ -85,13 +85,14 @@ def ending(policy: Any) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
-def fine_tuned(policy: Any, tokenizer: Any, steps: int = 60, width: int = 256, batch: int = 4) -> Any:
+def fine_tuned(policy: Any, tokenizer: Any, steps: int = 24, width: int = 192, batch: int = 2) -> Any:
     """The policy after a few steps on source code of Python's own library, kept for the next time."""
     from transformers import AutoModelForCausalLM
 
     path = WORK / "models" / "smollm2-moved"
     if not path.is_dir():
         say("fine-tuning the policy")
+        torch.set_num_threads(2)
         moved = type(policy)(policy.config)
         moved.load_state_dict(policy.state_dict())
         ids = torch.tensor(
@@ -99,12 +100,13 @@ def fine_tuned(policy: Any, tokenizer: Any, steps: int = 60, width: int = 256, b
         )
         rows = ids[: len(ids) // width * width].view(-1, width)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-        optimizer = torch.optim.AdamW(moved.parameters(), lr=5e-5)
+        optimizer = torch.optim.AdamW(moved.parameters(), lr=1e-4)
         for step in range(steps):
             chosen = rows[order[torch.arange(step * batch, (step + 1) * batch) % len(rows)]]
             loss = moved(chosen, labels=chosen, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        torch.set_num_threads(1)
         moved.save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
