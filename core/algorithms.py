@@ -24,6 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 4e-4,
         "reduction": "sequence_mean",
         "correction": {"weight": "geometric"},
+        "minibatches": 4,
     },
     "cispo": {"loss": "cispo", "clip_low": None, "clip_high": 4.0},
     "dppo": {"loss": "dppo_tv"},

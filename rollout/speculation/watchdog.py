@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+MOST_PER_POLICY = 0.1
+"""Share of the baseline that one new policy may cost; a draft that loses more is restored, and measured at rest."""
+
+
 @dataclass(slots=True)
 class Watchdog:
     """Two running figures over verified drafts: a baseline over the first ``horizon`` rounds, and the average of about as many
@@ -15,7 +19,8 @@ class Watchdog:
     ``below`` is the share of the baseline that the average may fall to; three standard errors of the difference of the two
     are allowed on top, so that chance alone does not ring.
 
-    After new policy weights the next ``horizon`` rounds measure a baseline anew: what is lost there is the policy's doing.
+    After new policy weights the next ``horizon`` rounds measure a baseline anew: what is lost there is the policy's doing, within
+    reason.
     What the draft had lost under the policy before is not forgiven with it, or it could decline unseen, a little per policy.
     After an alarm the draft that was restored is measured anew, at rest: if it does no better, the baseline was luck.
     """
@@ -60,17 +65,20 @@ class Watchdog:
     def _settle(self) -> None:
         mean = self._sum / self._count
         self.variance = max(self._squares / self._count - mean * mean, 0.0)
-        self.baseline = mean if math.isnan(self.baseline) else min(self.baseline, mean / self._kept)
+        lowest = 0.0 if self.resting else (1 - MOST_PER_POLICY) * self.baseline
+        self.baseline = mean if math.isnan(self.baseline) else max(min(self.baseline, mean / self._kept), lowest)
         self.drafts = self._count
         if self.resting:
             self.average, self.spread, self.resting = mean, self.variance, False
 
     def new_policy(self) -> None:
-        """A policy that has moved may be harder to follow: the baseline may fall to what comes next, never rise."""
-        if self.resting:
+        """A policy that has moved may be harder to follow: the baseline may fall to what comes next, never rise.
+
+        A measurement under way goes on: policies may come faster than ``horizon`` rounds, and none would ever end.
+        """
+        if self.measuring:
             return
-        if not self.measuring:
-            self._kept = min((self.average + self._error) / self.baseline, 1.0)
+        self._kept = min((self.average + self._error) / self.baseline, 1.0)
         self._begin()
 
     def _begin(self) -> None:

@@ -106,14 +106,29 @@ def test_a_new_policy_may_only_lower_the_baseline() -> None:
     for tokens in [2] * 10:
         watchdog.count([tokens])
     watchdog.new_policy()
-    for tokens in [1, 2] * 5:
+    for tokens in [1.8, 2] * 5:
         assert not watchdog.rings, "no alarm while the policy's new baseline is being measured"
         watchdog.count([tokens])
-    assert watchdog.baseline == 1.5
+    assert watchdog.baseline == pytest.approx(1.9)
     watchdog.new_policy()
     for tokens in [3] * 10:
         watchdog.count([tokens])
-    assert watchdog.baseline == 1.5 and watchdog.content
+    assert watchdog.baseline == pytest.approx(1.9) and watchdog.content
+
+
+def test_a_policy_that_costs_more_than_a_tenth_is_not_believed_at_once() -> None:
+    """2.0, then 1.0 from a new policy on: the baseline falls to 1.8, it rings, and the draft at rest shows that it was the policy."""
+    watchdog = Watchdog(horizon=10, below=0.95)
+    for tokens in [2] * 10:
+        watchdog.count([tokens])
+    watchdog.new_policy()
+    for _ in range(60):
+        watchdog.count([1] * 8)
+    assert watchdog.baseline == 1.8 and watchdog.rings
+    watchdog.restart()
+    for _ in range(10):
+        watchdog.count([1] * 8)
+    assert watchdog.baseline == 1.0 and not watchdog.rings and watchdog.content
 
 
 def test_a_slow_decline_over_many_policies_is_noticed() -> None:
@@ -127,6 +142,19 @@ def test_a_slow_decline_over_many_policies_is_noticed() -> None:
         lengths.append((round(watchdog.average, 2), watchdog.rings))
         watchdog.new_policy()
     assert lengths == [(1.94, False), (1.88, True), (1.83, True), (1.77, True)]
+
+
+def test_policies_that_come_faster_than_a_baseline_do_not_hide_a_fall() -> None:
+    """A new policy every 6 rounds, a baseline of 10: 2.0 at first, then 1.0 all of a sudden, in the midst of a policy."""
+    watchdog = Watchdog(horizon=10, below=0.95)
+    rang = False
+    for turn in range(120):
+        if turn % 6 == 0 and turn:
+            watchdog.new_policy()
+        watchdog.count([2.0 if turn < 63 else 1.0] * 8)
+        rang |= watchdog.rings
+        assert not (rang and turn < 63)
+    assert rang
 
 
 def test_rounds_of_many_requests_make_a_watchdog_sharp() -> None:
