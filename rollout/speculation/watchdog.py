@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 MOST_PER_POLICY = 0.1
 """Share of the baseline that one new policy may cost; a draft that loses more is restored, and measured at rest."""
 

@@ -32,6 +32,7 @@ from slipstream.cluster.models import find_models
 from slipstream.cluster.progress import line
 from slipstream.cluster.publication import Publisher
 from slipstream.cluster.pulse import Pulse
+from slipstream.cluster.scoring import Scoring
 from slipstream.cluster.staging import LOCK, staging
 from slipstream.cluster.telemetry import Telemetry, summarise
 from slipstream.cluster.usage import Usage
@@ -478,6 +479,7 @@ def test_a_batch_is_assembled_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     controller: Any = object.__new__(Controller)
     controller.recipe, controller.pulse, controller._stopping = recipe, Pulse(), False
     controller.parts = SimpleNamespace(context=77)
+    controller.scoring = Scoring(recipe, None, None)  # type: ignore[arg-type]
     controller.flow = Flow(Schedule(groups_per_step=1, group_size=1), WeightVersion(0, 3))
     controller.flow.dispatch("train/2/7", 1)
     controller.flow.finish(a_group("1<"))

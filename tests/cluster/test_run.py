@@ -204,14 +204,15 @@ def test_a_resume_goes_on_where_the_run_ended(pair: dict[str, Any], resumed: Any
 
 
 def test_the_critic_and_the_adaptive_kl_go_on_across_the_resume(resumed: Any) -> None:
-    """One batch of warm-up, then both models train.  36 responses, target 2, horizon 100: each coefficient follows from the one
-    before it and the KL that was observed with it, also where the second attempt begins."""
+    """One batch of warm-up, in which the coefficient waits, then both models train.  36 responses, target 2, horizon 100: each
+    further coefficient follows from the one before it and the KL that was observed with it, also where the second attempt begins."""
     lines = metrics_of(resumed.run)
     assert len(lines) == STEPS + 2
     assert ["loss/policy" in line for line in lines] == [False] + [True] * (STEPS + 1)
     assert all(line["critic/loss"] > 0 and line["critic/lr"] == 1e-3 for line in lines)
     assert lines[0]["critic/value_mean"] == 0.0 and lines[0]["kl/coefficient"] == 0.05
-    for before, after in pairwise(lines):
+    assert lines[1]["kl/coefficient"] == 0.05
+    for before, after in pairwise(lines[1:]):
         error = min(max(before["reward/kl"] / 2.0 - 1, -0.2), 0.2)
         assert after["kl/coefficient"] == pytest.approx(before["kl/coefficient"] * (1 + error * 36 / 100))
     assert all(sample["advantage"] is None for sample in samples_of(resumed.run))
