@@ -18,8 +18,8 @@ class Watchdog:
     ``below`` is the share of the baseline that the average may fall to; three standard errors of the difference of the two
     are allowed on top, so that chance alone does not ring.
 
-    After new policy weights the next ``horizon`` rounds measure a baseline anew: what is lost there is the policy's doing, within
-    reason.
+    After new policy weights the next ``horizon`` rounds measure a baseline anew: what is lost there is the policy's doing,
+    within reason.
     What the draft had lost under the policy before is not forgiven with it, or it could decline unseen, a little per policy.
     After an alarm the draft that was restored is measured anew, at rest: if it does no better, the baseline was luck.
     """

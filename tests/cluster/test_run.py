@@ -205,7 +205,7 @@ def test_a_resume_goes_on_where_the_run_ended(pair: dict[str, Any], resumed: Any
 
 def test_the_critic_and_the_adaptive_kl_go_on_across_the_resume(resumed: Any) -> None:
     """One batch of warm-up, in which the coefficient waits, then both models train.  36 responses, target 2, horizon 100: each
-    further coefficient follows from the one before it and the KL that was observed with it, also where the second attempt begins."""
+    further coefficient follows from the one before it and the KL observed with it, also where the second attempt begins."""
     lines = metrics_of(resumed.run)
     assert len(lines) == STEPS + 2
     assert ["loss/policy" in line for line in lines] == [False] + [True] * (STEPS + 1)
