@@ -117,7 +117,7 @@ def test_a_new_policy_may_only_lower_the_baseline() -> None:
 
 
 def test_a_policy_that_costs_more_than_a_tenth_is_not_believed_at_once() -> None:
-    """2.0, then 1.0 from a new policy on: the baseline falls to 1.8, it rings, and the draft at rest tells that the policy did it."""
+    """2.0, then 1.0 from a new policy on: the baseline falls to 1.8, it rings, and the draft at rest falls as far."""
     watchdog = Watchdog(horizon=10, below=0.95)
     for tokens in [2] * 10:
         watchdog.count([tokens])
