@@ -31,10 +31,10 @@ _ROWS = "data.source (digest)"
 def fixed_keys(recipe: Recipe) -> dict[str, Any]:
     """Every key that a resume cannot change, with secrets redacted; and, of a file, a digest of the rows."""
     leaves = _leaves(yaml.safe_load(dump_recipe(recipe)), "")
-    if not is_file(recipe.data.source):
-        return {key: value for key, value in leaves.items() if not key.startswith(_MAY_CHANGE)}
-    fixed = {key: value for key, value in leaves.items() if key.startswith(_HELD_OUT) or not key.startswith(_MAY_CHANGE)}
-    return {**fixed, _ROWS: digest(Path(recipe.data.source))}
+    of_file = is_file(recipe.data.source)
+    held_out = _HELD_OUT if of_file else ()
+    fixed = {key: value for key, value in leaves.items() if key.startswith(held_out) or not key.startswith(_MAY_CHANGE)}
+    return fixed | ({_ROWS: digest(Path(recipe.data.source))} if of_file else {})
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:

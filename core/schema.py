@@ -113,8 +113,8 @@ class Distill(Section):
         if self.teacher is not None:
             return []
         without = "there is no teacher that it would be for; set distill.teacher, or remove it"
-        unused = (("coefficient", self.coefficient, 1.0), ("form", self.form, "full"))
-        return [(f"distill.{key}", f"got {got}, and {without}") for key, got, default in unused if got != default]
+        unused = self.changed("coefficient", "form")
+        return [(f"distill.{key}", f"got {getattr(self, key)}, and {without}") for key in unused]
 
 
 class WarmStart(Section):

@@ -18,3 +18,7 @@ class Section(BaseModel):
     """Unknown keys are errors, so are NaN and infinities; nothing is coerced silently; nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True, validate_default=True)
+
+    def changed(self, *keys: str) -> list[str]:
+        """Those of the keys that differ from their defaults: a recipe that a run wrote down has every key."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]

@@ -24,11 +24,6 @@ MOST_TOKENS = 128
 _NEW_MODEL = ("hidden_size", "layers", "heads")
 
 
-def _changed(section: Section, *keys: str) -> list[str]:
-    """Those of the keys that differ from their defaults: a recipe that a run wrote down has every key."""
-    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
-
-
 class TestTimeSpeculation(Section):
     """The draft learns from every verdict of the target while it serves (Kumar, Sanghavi, Das 2026, arXiv 2605.09329).
 
@@ -167,7 +162,7 @@ class Speculation(Section):
         if self.universal and self.method != "draft_model":
             found.append(("universal", f"got true with method {self.method}, expected draft_model: only it maps tokens"))
         if self.method != "ngram":
-            for key in _changed(self, "lookup_min", "lookup_max"):
+            for key in self.changed("lookup_min", "lookup_max"):
                 found.append((key, f"got {getattr(self, key)} with method {self.method}: it acts only with ngram; remove it"))
         elif self.lookup_min > self.lookup_max:
             found.append(("lookup_min", f"got {self.lookup_min}, expected at most lookup_max = {self.lookup_max}"))
@@ -202,10 +197,10 @@ class Speculation(Section):
         others = {"draft_model": ("features", "vocabulary"), "eagle3": ("first_layers", *_NEW_MODEL)}
         found = [
             (f"training.{key}", f"got a value with method {self.method}, whose draft has none; remove it")
-            for key in _changed(self.training, *others.get(self.method, ()))
+            for key in self.training.changed(*others.get(self.method, ()))
         ]
         if self.method == "draft_model" and self.training.first_layers is not None:
-            for key in _changed(self.training, *_NEW_MODEL):
+            for key in self.training.changed(*_NEW_MODEL):
                 found.append(
                     (f"training.{key}", "describes a new model, and training.first_layers takes the policy's; remove one")
                 )

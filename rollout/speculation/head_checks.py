@@ -36,8 +36,11 @@ _TWINS = {
     "dflash": ("DFlashDraftModel",),
 }
 """Architectures whose tensors are the twin's."""
-_OTHER_NAMES = (("layers.0.", "midlayer."),), (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
-"""What vLLM renames when it loads, to the twin's names: of eagle3, of dflash."""
+_OTHER_NAMES = {
+    "eagle3": (("layers.0.", "midlayer."),),
+    "dflash": (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+}
+"""What vLLM renames when it loads, to the twin's names."""
 _OWN_OR_THE_TARGETS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -200,7 +203,7 @@ def _shapes_of_twin(method: str, own: dict[str, Any]) -> Shapes:
 
 
 def _twins_name(method: str, name: str) -> str:
-    for theirs, ours in _OTHER_NAMES[method == "dflash"]:
+    for theirs, ours in _OTHER_NAMES[method]:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
