@@ -35,7 +35,7 @@ quickstart: install
 	$(BIN)/slipstream run recipes/quickstart.yaml name=$$name
 
 # Whole files go to one of two workers: most of a run's start is one process loading libraries while the others wait.
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"

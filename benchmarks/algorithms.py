@@ -12,6 +12,7 @@ trained_*, filtered_*   samples that were trained, and those that dynamic sampli
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 
 from common import ROOT, Job, arguments, finish, run_job, say, warm_started
@@ -26,8 +27,8 @@ QUICK = ("grpo", "reinforce", "gspo")
 
 
 def main() -> None:
-    quick = arguments(__doc__).quick
-    steps, variants = (20, QUICK) if quick else (60, VARIANTS)
+    options = arguments(__doc__, extend)
+    steps, variants = (20, QUICK) if options.quick else (60, options.presets)
     model = str(warm_started(RECIPE, SEED, WARM_STEPS))
     figures: dict[str, list[float]] = defaultdict(list)
     for variant in variants:
@@ -36,7 +37,12 @@ def main() -> None:
     figures["least_gain"].append(min(figures[f"gain_{variant}"][-1] for variant in variants))
     presets = {variant: PRESETS[variant] for variant in variants}
     setup = {"recipe": "recipes/quickstart.yaml", "presets": presets, "seed": SEED, "steps": steps, "warm_steps": WARM_STEPS}
-    finish("algorithms", figures, quick, **setup)
+    name = "algorithms" if options.presets == VARIANTS else "_".join(["algorithms", *variants])
+    finish(name, figures, options.quick, **setup)
+
+
+def extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--presets", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
 
 
 def run_variant(variant: str, steps: int, model: str) -> Job:

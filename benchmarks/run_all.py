@@ -18,6 +18,7 @@ BENCHMARKS = (
     "algorithms",
     "speculative_rl",
     "lookahead",
+    "tts",
 )
 
 

@@ -26,11 +26,22 @@ PROMPTS = (
 
 
 def made_head() -> Path:
-    path = WORK / "models" / "smollm2-eagle3"
+    """The EAGLE-3 head of ``RECIPE``."""
+    return made("smollm2-eagle3")
+
+
+def made_model() -> Path:
+    """A small model as draft: the policy's first layers, trained on its responses to the same prompts."""
+    training = "{samples: 96, max_tokens: 192, steps: 100, batch_size: 4, lr: 5.0e-4, first_layers: 4}"
+    return made("smollm2-first4", "rollout.speculation.method=draft_model", f"rollout.speculation.training={training}")
+
+
+def made(name: str, *overrides: str) -> Path:
+    path = WORK / "models" / name
     if not path.is_dir():
-        say("making the head")
-        prompts = HERE / "tts_prompts.jsonl"
-        slipstream("draft", "train", str(RECIPE), f"data.source={prompts}", f"rollout.speculation.draft={path}", "--quiet")
+        say(f"making {name}")
+        draft = [f"data.source={HERE / 'tts_prompts.jsonl'}", f"rollout.speculation.draft={path}"]
+        slipstream("draft", "train", str(RECIPE), *draft, *overrides, "--quiet")
     return path
 
 

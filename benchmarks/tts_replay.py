@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from tts_policy import TEMPERATURE, TOKENS, ending
 
 GRAM = 5
+TRAIN: Literal["all", "body"] = "body"
+"""Whether embeddings and output head of a draft learn too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Response:
     prompt: int
     start: int
     ids_T: Tensor
-    features_TF: Tensor
+    features_TF: Tensor | None
     logp_R: Tensor
     p_RV: Tensor
     repeated: list[bool]
@@ -37,12 +39,15 @@ class Round:
     position: int
     expected: float
     """Tokens of the round on average over the draft's own draws."""
+    begins_repeated: bool
+    """Whether its first drafted token ends a repetition."""
     repeated: bool
+    """Whether any of them does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``every`` = 0 is the frozen head."""
+    """``every`` = 0 is the frozen draft."""
 
     every: int
     lr: float = 2e-4
@@ -52,14 +57,115 @@ class Arm:
 ARMS = {"frozen": Arm(0), "tts": Arm(5), "tts_every_round": Arm(1)}
 
 
+# ---- the drafts
+
+
+class Drafter(Protocol):
+    """A draft along one response.  Tokens at positions up to ``at`` + 1 are committed; the first draft is of ``at`` + 2."""
+
+    layer_ids: tuple[int, ...]
+    target_ids_V: Tensor
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that learn."""
+        ...
+
+    def begin(self, response: Response) -> None:
+        """Read the prompt."""
+        ...
+
+    def logits(self, response: Response, at: int, count: int) -> Tensor:
+        """``[K, count, V]`` of K drafts from ``at`` and each of the positions behind it, where the response came true."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """Keep keys and values of so many of those positions, as the weights made them, as in the engine."""
+        ...
+
+
+class HeadDrafter:
+    def __init__(self, folder: Path, embedding: Tensor) -> None:
+        from slipstream.rollout.speculation.eagle3 import Eagle3Head
+
+        self.head, self._embedding = Eagle3Head.load(folder), embedding
+        self.head.lm_head.requires_grad_(TRAIN == "all")
+        self.layer_ids, self.target_ids_V = self.head.layer_ids, self.head.target_ids_V
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.head.parameters() if p.requires_grad]
+
+    def begin(self, response: Response) -> None:
+        nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, TOKENS - 1, dtype=torch.long)
+        self._past = self.head(context_of(response, 0, response.start, None), self._embedding, *nothing).past
+
+    def logits(self, response: Response, at: int, count: int) -> Tensor:
+        anchors = torch.arange(count)
+        drafts = response.ids_T[at + anchors[:, None] + 2 + torch.arange(TOKENS - 1)]
+        unrolled = self.head(context_of(response, at, at + count, self._past), self._embedding, anchors, drafts)
+        self._new = unrolled.past
+        return unrolled.logits_KAV
+
+    def advance(self, count: int) -> None:
+        from slipstream.rollout.speculation.context import Past
+
+        pairs = [(self._past.keys[0], self._new.keys[0]), (self._past.values[0], self._new.values[0])]
+        keys, values = (torch.cat([old, new[:count]]) for old, new in pairs)
+        self._past = Past((keys,), (values,), torch.zeros(len(keys), dtype=torch.long))
+
+
+def context_of(response: Response, low: int, high: int, past: Any) -> Any:
+    from slipstream.rollout.speculation.context import Context
+
+    assert response.features_TF is not None
+    return Context(
+        next_ids_S=response.ids_T[low + 1 : high + 1],
+        features_SF=response.features_TF[low:high],
+        positions_S=torch.arange(low, high),
+        sequence_S=torch.zeros(high - low, dtype=torch.long),
+        past=past,
+    )
+
+
+class ModelDrafter:
+    """A whole model; its k-th draft from a position is its next token k positions later."""
+
+    layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        from slipstream.rollout.speculation.student import DraftModelStudent
+
+        self._student = DraftModelStudent(folder, torch.device("cpu"), train=TRAIN)
+        self.target_ids_V = torch.arange(self._student.vocabulary)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._student.parameters()
+
+    def begin(self, response: Response) -> None:
+        from slipstream.rollout.speculation.student import Prefix
+
+        self._prefix = Prefix()
+        self._student.extend(self._prefix, response.ids_T[: response.start + 1].tolist())
+
+    def logits(self, response: Response, at: int, count: int) -> Tensor:
+        self._committed = self._prefix.length
+        (logits_TV,) = self._student.logits([self._prefix], [response.ids_T[at + 1 : at + count + TOKENS].tolist()])
+        return torch.stack([logits_TV[k : k + count] for k in range(TOKENS)])
+
+    def advance(self, count: int) -> None:
+        length = self._committed + count
+        self._prefix.layers = [(keys[:, :length], values[:, :length]) for keys, values in self._prefix.layers]
+        self._prefix.length = length
+
+
+# ---- replay
+
+
 @torch.no_grad()
-def look_at(policy: Any, head_path: Path, number: int, ids: Tensor, prompt_length: int) -> Response:
+def look_at(policy: Any, drafter: Drafter, number: int, ids: Tensor, prompt_length: int) -> Response:
     """One forward pass over the recorded response, from its last prompt token on."""
-    from slipstream.rollout.speculation.eagle3 import Eagle3Head
     from slipstream.rollout.speculation.training import Sample, look
 
-    head = Eagle3Head.load(head_path)
-    seen = look(policy, Sample(tuple(ids.tolist()), prompt_length), head.layer_ids)
+    seen = look(policy, Sample(tuple(ids.tolist()), prompt_length), drafter.layer_ids)
     start, weight = prompt_length - 1, policy.get_output_embeddings().weight
     logp, p = [], []
     for final_CH, next_ids in zip(seen.final_TH[start:-1].split(128), seen.ids_T[start + 1 :].split(128), strict=True):
@@ -67,9 +173,8 @@ def look_at(policy: Any, head_path: Path, number: int, ids: Tensor, prompt_lengt
         logits[:, ending(policy)] = -torch.inf
         of_all = logits.log_softmax(-1)
         logp.append(of_all.gather(-1, next_ids[:, None])[:, 0])
-        p.append(of_all[:, head.target_ids_V].exp().half())
+        p.append(of_all[:, drafter.target_ids_V].exp().half())
     response = seen.ids_T[prompt_length:].tolist()
-    assert seen.features_TF is not None
     return Response(number, start, seen.ids_T, seen.features_TF, torch.cat(logp), torch.cat(p), repetitions(response))
 
 
@@ -84,42 +189,37 @@ def repetitions(ids: Sequence[int]) -> list[bool]:
     return found
 
 
-def repeats(response: Response, position: int) -> bool:
-    return any(response.repeated[position : position + TOKENS])
+def round_at(response: Response, position: int, expected: float) -> Round:
+    drafted = response.repeated[position : position + TOKENS]
+    return Round(position, expected, drafted[0], any(drafted))
 
 
 def replay(
-    policy: Any, head_path: Path, response: Response, arm: Arm, figures: dict[str, list[float]], name: str
+    drafter: Drafter, vocabulary: int, response: Response, arm: Arm, figures: dict[str, list[float]], name: str
 ) -> Iterator[Round]:
-    """Rounds along the response.  The head reads the context behind cached keys and values, as in the engine, and learns from
+    """Rounds along the response.  The draft reads the context behind cached keys and values, as in the engine, and learns from
     the rows whose prefix was accepted, and the first rejected one, of all rounds since its last update."""
-    from slipstream.rollout.speculation.eagle3 import Eagle3Head
     from slipstream.rollout.speculation.loss import draft_loss, position_weights
 
-    head, embedding = Eagle3Head.load(head_path), policy.get_input_embeddings().weight
-    to_draft = torch.full((len(embedding),), -1)
-    to_draft[head.target_ids_V] = torch.arange(len(head.target_ids_V))
-    head.lm_head.requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=arm.lr)
+    to_draft = torch.full((vocabulary,), -1)
+    to_draft[drafter.target_ids_V] = torch.arange(len(drafter.target_ids_V))
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=arm.lr)
     draws = torch.rand(len(response.ids_T), generator=torch.Generator().manual_seed(response.prompt)).tolist()
     with torch.no_grad():
-        past = head(context_of(response, 0, response.start, None), embedding, *NO_ANCHORS).past
+        drafter.begin(response)
     at, end, most = response.start, len(response.ids_T) - TOKENS - 2, (arm.every or 5) * (TOKENS + 1)
     while at + TOKENS + 1 <= end:
         started = time.perf_counter()
-        anchors = torch.arange(min(most, end - at))
-        drafts = response.ids_T[at + anchors[:, None] + 2 + torch.arange(TOKENS - 1)]
+        count = min(most, end - at)
         with torch.set_grad_enabled(bool(arm.every)):
-            unrolled = head(context_of(response, at, at + len(anchors), past), embedding, anchors, drafts)
-        logits = unrolled.logits_KAV / TEMPERATURE
+            logits = drafter.logits(response, at, count) / TEMPERATURE
         kept = acceptance(logits.detach(), response, at, to_draft)
         rows: list[tuple[int, int]] = []
         here = done = 0
-        while here + TOKENS + 1 <= len(anchors) and (done < arm.every or not arm.every):
+        while here + TOKENS + 1 <= count and (done < arm.every or not arm.every):
             chances = kept[:, here].tolist()
             held = next((k for k, chance in enumerate(chances) if draws[at + here + k + 2] >= chance), TOKENS)
-            position = at + here + 1 - response.start
-            yield Round(position, 1 + sum(accumulate(chances, mul)), repeats(response, position))
+            yield round_at(response, at + here + 1 - response.start, 1 + sum(accumulate(chances, mul)))
             rows += [(k, here) for k in range(min(held + 1, TOKENS))]
             here, done = here + held + 1, done + 1
         if arm.every:
@@ -128,34 +228,11 @@ def replay(
             loss = draft_loss(logits[ks, places], target, None, position_weights(ks + 1, arm.decay), 0.0)
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             figures[f"update_s_{name}"].append(time.perf_counter() - started)
-        past = longer(past, unrolled.past, here)
+        drafter.advance(here)
         at += here
-
-
-NO_ANCHORS = (torch.zeros(0, dtype=torch.long), torch.zeros(0, TOKENS - 1, dtype=torch.long))
-
-
-def context_of(response: Response, low: int, high: int, past: Any) -> Any:
-    from slipstream.rollout.speculation.context import Context
-
-    return Context(
-        next_ids_S=response.ids_T[low + 1 : high + 1],
-        features_SF=response.features_TF[low:high],
-        positions_S=torch.arange(low, high),
-        sequence_S=torch.zeros(high - low, dtype=torch.long),
-        past=past,
-    )
-
-
-def longer(past: Any, new: Any, count: int) -> Any:
-    """The past with the first ``count`` of the new positions; they stay as the head of their time made them."""
-    from slipstream.rollout.speculation.context import Past
-
-    keys, values = torch.cat([past.keys[0], new.keys[0][:count]]), torch.cat([past.values[0], new.values[0][:count]])
-    return Past((keys,), (values,), torch.zeros(len(keys), dtype=torch.long))
 
 
 def acceptance(logits_KAV: Tensor, response: Response, at: int, to_draft: Tensor) -> Tensor:
@@ -178,7 +255,7 @@ def replay_ngram(response: Response) -> Iterator[Round]:
         held = 0
         while held < len(draft) and draft[held] == ids[at + 1 + held]:
             held += 1
-        yield Round(at - response.start, held + 1.0, repeats(response, at - response.start))
+        yield round_at(response, at - response.start, held + 1.0)
         at += held + 1
 
 
