@@ -18,6 +18,7 @@ from slipstream.core.section import Problems
 from slipstream.core.speculation import LEARNING, Speculation
 from slipstream.rollout.speculation.following import capacity
 from slipstream.rollout.speculation.head_checks import ARCHITECTURES, Place, of_head, of_medusa, parameters, shapes
+from slipstream.rollout.speculation.head_student import head_prefix_bytes, twin
 from slipstream.rollout.speculation.student import prefix_bytes
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -64,8 +65,8 @@ def _of_draft(speculation: Speculation, target: Place, folder: Path, max_length:
     if method not in LEARNING:
         return []
     found = _of_numbers(folder) + (_of_model if method == "draft_model" else of_head)(speculation, target, draft)
-    if speculation.learns and method == "draft_model" and max_length is not None and not found:
-        found = _of_memory(speculation, draft, max_length)
+    if speculation.learns and max_length is not None and not found:
+        found = _of_memory(speculation, target, draft, max_length)
     return found
 
 
@@ -145,14 +146,19 @@ def _of_tensors(folder: Path) -> Problems:
     ]
 
 
-def _of_memory(speculation: Speculation, draft: Place, max_length: int) -> Problems:
-    """Whether Test-Time Speculation can follow even one request; heads' caches are known to the worker only."""
-    config = AutoConfig.from_pretrained(draft[0], local_files_only=True).get_text_config()
+def _of_memory(speculation: Speculation, target: Place, draft: Place, max_length: int) -> Problems:
+    """Whether Test-Time Speculation can follow even one request."""
+    if speculation.method == "draft_model":
+        config = AutoConfig.from_pretrained(draft[0], local_files_only=True).get_text_config()
+        vocabulary, of_prefix = config.vocab_size, prefix_bytes(config, max_length)
+    else:
+        vocabulary = target[1]["vocab_size"]
+        of_prefix = head_prefix_bytes(twin(speculation.method, draft[1]), max_length)
     try:
         capacity(
             speculation.tts,
-            vocabulary=config.vocab_size,
-            prefix_bytes=prefix_bytes(config, max_length),
+            vocabulary=vocabulary,
+            prefix_bytes=of_prefix,
             tokens=speculation.tokens,
             max_length=max_length,
         )

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, Qwen3Config
 
 from slipstream.core.section import Problems
 from slipstream.core.speculation import Speculation
-from slipstream.rollout.speculation.dflash import DFlashHead
-from slipstream.rollout.speculation.eagle3 import Eagle3Head
-from slipstream.rollout.speculation.head_student import unsupported
+from slipstream.rollout.speculation.head_student import twin, unsupported
 
 ARCHITECTURES = {
     "eagle3": (
@@ -82,7 +79,7 @@ def of_head(speculation: Speculation, target: Place, draft: Place) -> Problems:
         found.append(("draft", f"{folder} has a vocabulary (vocab_size) of {got}, expected the target's {vocabulary}"))
     found += [("draft", f"{folder} {text}") for text in (_eagle3 if method == "eagle3" else _dflash)(own, target[1])]
     if speculation.learns:
-        found += _of_twin(method, folder, found)
+        found += _of_twin(method, draft, found)
     found += [("draft", f"{folder} {text}") for text in _of_tensors(draft, speculation, fitting=not found)]
     return found + _of_size(target[0], folder)
 
@@ -141,11 +138,12 @@ def _of_layers(ids: Any, key: str, readable: range, expected: int | None = None)
     return found
 
 
-def _of_twin(method: str, folder: Path, found: Problems) -> Problems:
+def _of_twin(method: str, draft: Place, found: Problems) -> Problems:
     """What only a head that learns has to be."""
+    folder, own = draft
     if not (folder / "model.safetensors").is_file():
         return [("tts.enabled", f"got true, and the trainable copy is read from model.safetensors, which {folder} lacks")]
-    if not found and (unknown := unsupported(method, folder)):
+    if not found and (unknown := unsupported(method, own)):
         return [("tts.enabled", f"got true, but the trainable copy is none of {folder}: {unknown}")]
     return []
 
@@ -197,8 +195,7 @@ def _is_plain(method: str, own: dict[str, Any], there: Shapes) -> bool:
 
 def _shapes_of_twin(method: str, own: dict[str, Any]) -> Shapes:
     ids = own.get(_IDS) or (own.get("eagle_config") or {}).get(_IDS) or [0, 1, 2]  # as many as vLLM reads without any
-    with torch.device("meta"):
-        head = DFlashHead(Qwen3Config(**own)) if method == "dflash" else Eagle3Head(LlamaConfig(**{**own, _IDS: ids}))
+    head = twin(method, own if method == "dflash" else {**own, _IDS: ids})
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from slipstream.rollout.speculation.context import Context, Past, Unrolled
 from slipstream.rollout.speculation.dflash import DFlashHead
 from slipstream.rollout.speculation.eagle3 import Eagle3Head
 from slipstream.rollout.speculation.placement import sent
-from slipstream.rollout.speculation.student import Followed
+from slipstream.rollout.speculation.student import Followed, prefix_bytes
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 """What a head may borrow from the target, under the names of its checkpoint."""
@@ -67,10 +66,7 @@ class HeadStudent:
         return ((name, p.detach()) for name, p in self.head.named_parameters() if p.requires_grad)
 
     def prefix_bytes(self, length: int) -> int:
-        """Keys and values of every layer, and the hidden states that wait to be read."""
-        config = self.head.config
-        entries = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return length * 4 * (entries + self.head.fc.in_features)
+        return head_prefix_bytes(self.head, length)
 
     def rows(self, requests: Sequence[Followed]) -> list[list[Tensor]]:
         return [self._rows(request) for request in requests]
@@ -121,15 +117,21 @@ def _at(tokens: Sequence[int], index: int) -> int:
     return tokens[index] if index < len(tokens) else 0
 
 
-def unsupported(method: str, folder: Path) -> str | None:
-    """Why the twin cannot be that head, or None; cheap, since only config.json is read."""
-    config = json.loads((folder / "config.json").read_text())
+def head_prefix_bytes(head: Eagle3Head | DFlashHead, length: int) -> int:
+    """Keys and values of every layer, and the hidden states that wait to be read."""
+    return prefix_bytes(head.config, length) + length * 4 * head.fc.in_features
+
+
+def twin(method: str, config: dict[str, Any]) -> Eagle3Head | DFlashHead:
+    """The head of a config.json, without its weights.  Raises ValueError for a variant that the twins do not have."""
+    with torch.device("meta"):
+        return Eagle3Head(LlamaConfig(**config)) if method == "eagle3" else DFlashHead(Qwen3Config(**config))
+
+
+def unsupported(method: str, config: dict[str, Any]) -> str | None:
+    """Why the twin cannot be that head, or None."""
     try:
-        with torch.device("meta"):
-            if method == "eagle3":
-                Eagle3Head(LlamaConfig(**config))
-            else:
-                DFlashHead(Qwen3Config(**config))
+        twin(method, config)
     except ValueError as problem:
         return str(problem)
     return None

@@ -272,3 +272,21 @@ def test_memory_for_one_request_is_counted_before_the_worker_does(tiny: Path, sm
     assert found["tts.max_memory_mib"].startswith("got ") and "a draft cache of 512 tokens" in found["tts.max_memory_mib"]
     with pytest.raises(ValueError, match=r"rollout\.speculation\.tts\.max_memory_mib: got "):
         require_runnable(speculating("draft_model", tts=tts), tiny, small_draft, on_gpu=False, max_length=512)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_memory_for_one_request_of_a_head_is_counted_before_the_worker_does(
+    method: str, deep: Path, request: pytest.FixtureRequest
+) -> None:
+    """5 · 4 rows over the target's vocabulary, twice, and keys, values and features of 512 tokens."""
+    folder = request.getfixturevalue(f"{method}_head")
+    config = json.loads((folder / "config.json").read_text())
+    vocabulary = json.loads((deep / "config.json").read_text())["vocab_size"]
+    read = load_file(folder / "model.safetensors")["fc.weight"].shape[1]
+    entries = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] + read
+    each = 20 * vocabulary * 8 + 512 * entries * 4
+    for share, fits in ((1.01, True), (0.99, False)):
+        tts = {"enabled": True, "max_memory_mib": share * each / 2**20}
+        found = dict(problems(speculating(method, tts=tts), deep, folder, False, 512))
+        assert (found == {}) is fits
+    assert "a draft cache of 512 tokens" in found["tts.max_memory_mib"]
