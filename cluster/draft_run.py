@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from slipstream.cluster.cursor import Cursor, prompt_encoder
@@ -73,12 +76,33 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
         raise RunFailed(str(late)) from late
     policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
     trainee = new_trainee(speculation, policy, samples)
+    with _all_cores():
+        before, accepted = _trained(recipe, trainee, policy, samples, progress)
+    made = Made(
+        path=path,
+        parameters=sum(p.numel() for p in trainee.parameters()),
+        samples=len(samples),
+        tokens=sum(len(sample.ids) - sample.prompt_length for sample in samples),
+        length_before=1 + sum(before),
+        length_after=1 + sum(accepted),
+        accepted=accepted,
+        seconds=time.perf_counter() - start,
+    )
+    _write(trainee, model_path, made)
+    return made
+
+
+def _trained(
+    recipe: Recipe, trainee: Trainee, policy: Any, samples: Sequence[Sample], progress: Progress
+) -> tuple[list[float], list[float]]:
+    """Chances that the first k drafts are accepted, before and after, on samples that it is not trained on."""
+    speculation = recipe.rollout.speculation
+    training = speculation.training
     seen = []
     for done, sample in enumerate(samples):
         seen.append(look(policy, sample, trainee.layer_ids))
         progress("reading", done + 1, len(samples), None)
     apart = max(int(HELD_OUT * len(seen)), 1)
-    training = speculation.training
     settings = Settings(
         steps=training.steps,
         batch_size=training.batch_size,
@@ -97,18 +121,18 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     accepted = expected_acceptance(trainee, policy, seen[:apart], settings)
     if not math.isfinite(sum(accepted)):  # the last step's update shows in no loss
         raise RunFailed(f"rollout.speculation.training.lr: the trained draft is not finite; lower lr (got {training.lr:g})")
-    made = Made(
-        path=path,
-        parameters=sum(p.numel() for p in trainee.parameters()),
-        samples=len(samples),
-        tokens=sum(len(sample.ids) - sample.prompt_length for sample in samples),
-        length_before=1 + sum(before),
-        length_after=1 + sum(accepted),
-        accepted=accepted,
-        seconds=time.perf_counter() - start,
-    )
-    _write(trainee, model_path, made)
-    return made
+    return before, accepted
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Threads for a process that is alone: a run's own share the cores, so that each has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _checked(recipe: Recipe, model_path: Path) -> Path:
