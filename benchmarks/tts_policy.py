@@ -32,7 +32,7 @@ def made_head() -> Path:
 
 def made_model() -> Path:
     """A small model as draft: the policy's first layers, trained on its responses to the same prompts."""
-    training = "{samples: 48, max_tokens: 192, steps: 80, batch_size: 4, lr: 5.0e-4, first_layers: 4, features: null, vocabulary: null}"
+    training = "{samples: 48, steps: 80, lr: 5.0e-4, first_layers: 4, features: null, vocabulary: null}"
     return made("smollm2-first4", "rollout.speculation.method=draft_model", f"rollout.speculation.training={training}")
 
 
