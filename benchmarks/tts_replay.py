@@ -47,11 +47,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``every`` = 0 is the frozen draft."""
+    """``every`` = 0 is the frozen draft.  The first ``rest`` rounds measure the draft and teach nothing, as in the engine."""
 
     every: int
     lr: float = 2e-4
     decay: float = 4.0
+    rest: int = 20
 
 
 ARMS = {"frozen": Arm(0), "tts": Arm(5), "tts_every_round": Arm(1)}
@@ -208,10 +209,11 @@ def replay(
     with torch.no_grad():
         drafter.begin(response)
     at, end, most = response.start, len(response.ids_T) - TOKENS - 2, (arm.every or 5) * (TOKENS + 1)
+    rounds = 0
     while at + TOKENS + 1 <= end:
         started = time.perf_counter()
-        count = min(most, end - at)
-        with torch.set_grad_enabled(bool(arm.every)):
+        count, learns = min(most, end - at), arm.every > 0 and rounds >= arm.rest
+        with torch.set_grad_enabled(learns):
             logits = drafter.logits(response, at, count) / TEMPERATURE
         kept = acceptance(logits.detach(), response, at, to_draft)
         rows: list[tuple[int, int]] = []
@@ -222,7 +224,8 @@ def replay(
             yield round_at(response, at + here + 1 - response.start, 1 + sum(accumulate(chances, mul)))
             rows += [(k, here) for k in range(min(held + 1, TOKENS))]
             here, done = here + held + 1, done + 1
-        if arm.every:
+        rounds += done
+        if learns:
             ks, places = (torch.tensor(column) for column in zip(*rows, strict=True))
             target = response.p_RV[at - response.start + places + ks + 1].float().clamp_min(1e-30).log()
             loss = draft_loss(logits[ks, places], target, None, position_weights(ks + 1, arm.decay), 0.0)
@@ -246,8 +249,8 @@ def acceptance(logits_KAV: Tensor, response: Response, at: int, to_draft: Tensor
 
 
 def replay_ngram(response: Response) -> Iterator[Round]:
-    """Prompt lookup: what followed the last occurrence of the last 3 (else 2) tokens.  A certain draft is accepted where the
-    policy wrote it."""
+    """Prompt lookup as vLLM's: what followed the first occurrence of the last 3 (else 2) tokens.  A certain draft is accepted
+    where the policy wrote it."""
     ids = response.ids_T.tolist()
     at = response.start + 1
     while at < len(ids) - TOKENS - 2:
@@ -262,7 +265,7 @@ def replay_ngram(response: Response) -> Iterator[Round]:
 def lookup(ids: list[int]) -> list[int]:
     for size in (3, 2):
         tail = ids[-size:]
-        for start in range(len(ids) - size - 1, -1, -1):
+        for start in range(len(ids) - size):
             if ids[start : start + size] == tail:
                 return ids[start + size : start + size + TOKENS]
     return []

@@ -137,6 +137,11 @@ class Speculation(Section):
         return self.learns or (self.on and self.lookahead == "dynamic")
 
     @property
+    def steady(self) -> bool:
+        """Whether every round drafts as many tokens."""
+        return self.lookahead == "fixed" and not self.tokens_by_batch
+
+    @property
     def lossy(self) -> bool:
         """Whether responses may differ in law from the policy's own."""
         return self.on and self.rejection == "synthetic"

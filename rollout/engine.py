@@ -133,6 +133,7 @@ class Engine:
                 "settings": speculation.tts.model_dump(mode="json"),
                 "folder": str(draft_path),
                 "tokens": speculation.tokens,
+                "watched": speculation.tokens if speculation.steady else 1,
                 "state": str(draft_state) if draft_state is not None else None,
             }
         most = speculation.tokens if speculation.lookahead == "dynamic" else None

@@ -187,8 +187,8 @@ class WorkerExtension:
         acts, since reading verdicts would make it wait every round.
 
         ``most``: the lookahead is chosen round by round, up to so many tokens.  ``learning``: ``method``,
-        ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, and ``state``, the folder
-        of ``slipstream_save_draft`` to go on from.
+        ``settings`` (``rollout.speculation.tts``), ``folder`` of the draft, ``tokens`` per round, ``watched`` of
+        them by the watchdog, and ``state``, the folder of ``slipstream_save_draft`` to go on from.
         """
         if self.use_v2_model_runner:
             assert learning is None and most is None, "Engine.start pins model runner V1 for these"
@@ -198,10 +198,12 @@ class WorkerExtension:
         runner = RunnerV1(self.model_runner)
         updater = self.slipstream_updater(runner, **learning) if learning else None
         self.slipstream_tap = Tap(runner, response_limit, updater, Lookahead(most) if most else None)
+        if updater is not None:
+            runner.measure()  # around everything that the tap does
         return True
 
     def slipstream_updater(
-        self, runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, state: str | None
+        self, runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, watched: int, state: str | None
     ) -> Updater:
         chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
         student = make_student(method, Path(folder), runner, chosen.train, tokens)
@@ -211,7 +213,6 @@ class WorkerExtension:
             if current_platform.is_cpu():
                 repack(runner.draft, but=runner.target)
 
-        runner.measure()
         updater = Updater(
             chosen,
             student,
@@ -220,6 +221,7 @@ class WorkerExtension:
             lambda: runner.busy_s,
             tokens=tokens,
             max_length=runner.max_length,
+            watched=watched,
         )
         if state is not None:
             updater.load(Path(state))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,13 @@ def visible(context: Context) -> Bool[Tensor, "S M"]:
     known = mine if context.past is None else torch.cat([context.past.sequence_P, mine])
     earlier = torch.ones(len(mine), len(known), dtype=torch.bool, device=mine.device).tril(diagonal=len(known) - len(mine))
     return earlier & (mine[:, None] == known[None])
+
+
+def embedded(ids: Int[Tensor, " *n"], embedding: Float[Tensor, "V H"]) -> Float[Tensor, "*n H"]:
+    """Rows of the target's embedding, which may be of half precision where a twin is of float32."""
+    return F.embedding(ids, embedding).float()
+
+
+def scored(hidden: Float[Tensor, "*n H"], output_head: Float[Tensor, "V H"]) -> Float[Tensor, "*n V"]:
+    """Logits by an output head, in its own precision, as the engine has them."""
+    return F.linear(hidden.to(output_head.dtype), output_head).float()

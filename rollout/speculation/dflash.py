@@ -14,11 +14,10 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from slipstream.rollout.speculation.context import Context, Past, Unrolled, visible, with_past
+from slipstream.rollout.speculation.context import Context, Past, Unrolled, embedded, scored, visible, with_past
 
 ARCHITECTURE = "DFlashDraftModel"
 UNSUPPORTED = {"attention_bias": False, "logit_scale": 1.0, "is_causal": None, "is_neox_style": True}
@@ -58,7 +57,7 @@ class DFlashHead(nn.Module):
         seen_AM = visible(context)[anchors_A]
         positions_AQ = context.positions_S[anchors_A][:, None] + 1 + torch.arange(tokens + 1, device=anchors_A.device)
         masks = torch.full((len(anchors_A), tokens), self.mask_id, device=anchors_A.device)
-        hidden_AQH = F.embedding(torch.cat([context.next_ids_S[anchors_A][:, None], masks], dim=1), embedding)
+        hidden_AQH = embedded(torch.cat([context.next_ids_S[anchors_A][:, None], masks], dim=1), embedding)
         rotation = self.rotary(hidden_AQH, positions_AQ)
         keys, values = [], []
         for i, layer in enumerate(self.layers):
@@ -66,7 +65,7 @@ class DFlashHead(nn.Module):
             keys.append(own[0][0])
             values.append(own[1][0])
             hidden_AQH = layer(hidden_AQH, rotation, with_past((keys[-1], values[-1]), context, i), seen_AM)
-        logits_AKV = F.linear(self.norm(hidden_AQH[:, 1:]), output_head)
+        logits_AKV = scored(self.norm(hidden_AQH[:, 1:]), output_head)
         past = Past(tuple(k.detach() for k in keys), tuple(v.detach() for v in values), context.sequence_S)
         return Unrolled(logits_KAV=logits_AKV.transpose(0, 1), past=past)
 

@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from slipstream.rollout.speculation.context import Context, Past, Unrolled, visible, with_past
+from slipstream.rollout.speculation.context import Context, Past, Unrolled, embedded, scored, visible, with_past
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 UNSUPPORTED = {"norm_before_fc": False, "fc_norm": False, "attention_bias": False, "logit_scale": 1.0}
@@ -64,7 +63,7 @@ class Eagle3Head(nn.Module):
         """
         features_SH = self.fc(context.features_SF)
         rotation = self.rotary(features_SH, context.positions_S[None])
-        query, own = self.midlayer.project(F.embedding(context.next_ids_S, embedding), features_SH, rotation)
+        query, own = self.midlayer.project(embedded(context.next_ids_S, embedding), features_SH, rotation)
         known = with_past(own, context, layer=0)
         hidden_SH = self.midlayer.rest(query, known, visible(context), features_SH)
         outputs = [self.norm(hidden_SH[anchors_A])]
@@ -73,14 +72,14 @@ class Eagle3Head(nn.Module):
         steps: list[tuple[Tensor, Tensor]] = []
         for j in range(drafts_AJ.shape[1]):
             rotation = self.rotary(hidden_AH, context.positions_S[anchors_A][None] + j + 1)
-            embeds_AH = F.embedding(drafts_AJ[:, j], embedding)
+            embeds_AH = embedded(drafts_AJ[:, j], embedding)
             query, mine = self.midlayer.project(embeds_AH, hidden_AH, rotation)
             steps.append(mine)
             hidden_AH = self.midlayer.rest(query, known, up_to_anchor, hidden_AH, steps)
             outputs.append(self.norm(hidden_AH))
             hidden_AH = self._carried(hidden_AH, outputs[-1])
         return Unrolled(
-            logits_KAV=self.lm_head(torch.stack(outputs)),
+            logits_KAV=scored(torch.stack(outputs), self.lm_head.weight),
             past=Past((own[0].detach(),), (own[1].detach(),), context.sequence_S),
         )
 

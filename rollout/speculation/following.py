@@ -51,6 +51,7 @@ class Following:
 
     def read(self, forward: Forward) -> None:
         """Keep the hidden states of followed requests; for a student that reads them, following begins at the first token."""
+        self._let_go({one.request_id for one in forward.parts})
         for one in forward.parts:
             request = self.requests.get(one.request_id)
             if one.start == 0 and (request is not None or len(self.requests) < self.capacity):
@@ -65,8 +66,7 @@ class Following:
 
     def learn(self, verification: Round, running: set[str], *, with_proposed: bool) -> None:
         """Take a round's lessons down; ``with_proposed``: what the draft thought when it proposed, too."""
-        for request_id in [known for known in self.requests if known not in running]:
-            del self.requests[request_id]
+        self._let_go(running)
         if verification.probs_RV is None:
             return
         for one in verification.judged:
@@ -81,6 +81,11 @@ class Following:
                 )
                 request.tokens = verification.tokens(one)
 
+    def _let_go(self, running: set[str]) -> None:
+        """Forget requests that have ended, so that others find room."""
+        for request_id in self.requests.keys() - running:
+            del self.requests[request_id]
+
     def _lesson(self, one: Judged, logits_RV: Tensor, probs_RV: Tensor | None) -> Lesson:
         rows = slice(one.first_row, one.first_row + min(one.accepted + 1, one.drafted))
         target_KV = self._placement.kept(self._of_draft(logits_RV[rows]).float() / one.temperature)
@@ -94,6 +99,11 @@ class Following:
         """The columns of tokens that the draft can propose: what the target would do among them is all that it can learn."""
         ids = self._student.token_ids
         return values_KV if ids is None else values_KV[:, ids]
+
+    def new_policy(self) -> None:
+        """What the policy before would have written is no lesson any more."""
+        for request in self.requests.values():
+            request.lessons.clear()
 
     def forget(self) -> None:
         """Memory holds the lessons of ``every`` rounds; older ones go, while the update waits."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ class Updater:
     """Sees every round (``observe``), and updates and publishes the draft between two of them.
 
     ``busy_s`` tells the seconds that the engine has worked so far, updates included; ``tokens`` is K; ``max_length`` bounds a
-    request.  Raises ValueError if not even one request fits into ``max_memory_mib``.
+    request.  The watchdog counts the first ``watched`` drafts of a round (all by default): where rounds differ in how many they
+    draft, more would compare unlike things.  Raises ValueError if not even one request fits into ``max_memory_mib``.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Updater:
         *,
         tokens: int,
         max_length: int,
+        watched: int | None = None,
     ) -> None:
         self._settings = settings
+        self._watched = watched or tokens
         self._student = student
         self._placement = placement
         self._publish = publish
@@ -98,8 +102,9 @@ class Updater:
         """Learn from a verification; at an update, publish before the next drafts are proposed."""
         if self.refused:
             return
-        self.watchdog.count([one.accepted + 1 for one in verification.judged])
-        self._accepted += sum(one.accepted for one in verification.judged)
+        if verification.probs_RV is not None:  # otherwise they are vLLM's fillers, near the longest length, and nobody's drafts
+            self.watchdog.count([min(one.accepted, self._watched) + 1 for one in verification.judged])
+            self._accepted += sum(one.accepted for one in verification.judged)
         with torch.inference_mode(False), torch.no_grad():
             if self._pending is not None and self._placement.done:
                 self._land()
@@ -112,7 +117,7 @@ class Updater:
                 return
             late = self._pending is not None
             if self._verified and (self.watchdog.resting or late or not self._affordable()):
-                self.postponed += not self.watchdog.resting
+                self.postponed += not (self.watchdog.resting or late)
                 self._following.forget()
                 return
             self._rounds = 0
@@ -120,7 +125,7 @@ class Updater:
                 with self._placement.update():
                     self._verify()
                 self._placement.wait()
-                self._pay()
+                self._pay(self._placement.seconds)
             elif any(request.lessons for request in self._following.requests.values()):
                 with self._placement.update():
                     self._pending = self._update()
@@ -179,14 +184,17 @@ class Updater:
         assert landed is not None
         self._placement.join()
         loss, norm = landed.loss.item(), landed.norm.item()
-        self._pay()
         if not (math.isfinite(loss) and math.isfinite(norm) and self._is_finite()):
+            self._pay(self._placement.seconds)
             self._restore(f"loss {loss:.3g}, gradient norm {norm:.3g}")
             return
         if self.watchdog.rings:
+            self._pay(self._placement.seconds)
             self._restore("worse than at rest")
             return
+        started = time.perf_counter()
         self._publish(self._student.weights())
+        self._pay(self._placement.seconds + time.perf_counter() - started)
         self.updates, self.age = self.updates + 1, self.age + 1
         self.loss = loss
         self.learned_batch = landed.policy_batch
@@ -202,9 +210,10 @@ class Updater:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    def _pay(self) -> None:
-        self._last_s = self._placement.seconds
-        self.update_s += self._last_s
+    def _pay(self, seconds: float) -> None:
+        """Of one update, its publication included."""
+        self._last_s = seconds
+        self.update_s += seconds
 
     def _settle(self) -> None:
         """Wait for an update that still runs."""
@@ -234,6 +243,7 @@ class Updater:
     def new_policy(self, batch: int) -> None:
         """The target has new weights: Adam's moments were of another loss; what counts as good may have moved."""
         self.policy_batch = batch
+        self._following.new_policy()
         self._optimizer = self._new_optimizer()
         self.watchdog.new_policy()
 

@@ -124,3 +124,24 @@ def test_hidden_states_of_rejected_drafts_give_way_and_a_gap_is_noticed() -> Non
     assert followed.features[:, 0].tolist() == [0, 0, 0, 0, 1, 2, 2]
     assert not followed.append(8, torch.zeros(1, 1))
     assert not Followed().append(3, torch.zeros(1, 1)), "a request whose beginning came from the prefix cache"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_a_target_of_half_precision_lends_its_ends(request: pytest.FixtureRequest, method: str) -> None:
+    """The twin is of float32; logits are in float32, with the rounding of a bfloat16 output head (8 bits)."""
+    folder = request.getfixturevalue(f"{method}_head")
+    found = []
+    features = torch.randn(
+        20, json.loads((folder / "config.json").read_text())["hidden_size"] * (3 if method == "eagle3" else 2)
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        borrowed = {"embed_tokens.weight": EMBEDDINGS.to(dtype), "lm_head.weight": HEAD.to(dtype)}
+        student = HeadStudent(method, folder, torch.device("cpu"), train="all", borrowed=borrowed, vocabulary=V, tokens=K)
+        followed = Followed(tokens=TOKENS[:24], lessons=[lesson(10, 2), lesson(12, 3)])
+        followed.append(0, features)
+        rows = torch.cat(student.rows([followed])[0])
+        rows.sum().backward()
+        assert rows.dtype == torch.float32 and any(p.grad is not None for p in student.parameters())
+        found.append(rows.detach())
+    scale = found[0].abs().max().item()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.03 * scale)

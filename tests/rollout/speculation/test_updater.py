@@ -1,7 +1,9 @@
 """Updates of a draft in a plain loop of speculative decoding, with transformers models in place of the engine."""
 
 import contextlib
+import dataclasses
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,10 +306,10 @@ def test_an_update_beside_the_engine_is_published_when_it_has_ended(loop: Loop, 
 
 
 def test_updates_that_take_longer_than_their_turn_leave_some_out(loop: Loop, small_draft: Path) -> None:
-    """Begun at round 10, 17, 24, …, each published 7 rounds later, up to round 59; in 2 rounds of each 7 one more was due."""
+    """Begun at round 10, 17, 24, …, each published 7 rounds later, up to round 59; none of them was too dear."""
     updater = updater_of(loop, small_draft, settings(), Late(7))
     loop.run(updater, 60)
-    assert updater.updates == 7 and updater.postponed == 14
+    assert updater.updates == 7 and updater.postponed == 0
     assert all(len(request.lessons) <= 5 for request in updater._following.requests.values()), "lessons pile up"
 
 
@@ -372,3 +374,53 @@ def test_drafts_are_averaged_by_their_accepted_tokens() -> None:
     assert average([(one, 0), (five, 0)]) == {"w": np.float32(3.0)}
     assert average([(wrong, 9), (five, 1)]) == {"w": np.float32(5.0)}
     assert average([(wrong, 9)]) is None
+
+
+def test_requests_that_have_ended_leave_their_places_to_those_that_begin() -> None:
+    """A head's request can be taken up at its first token only, which comes before the next verification."""
+    student = SimpleNamespace(vocabulary=8, token_ids=None, prefix_bytes=lambda length: 0, reads_features=True)
+    following = Following(settings(max_requests=2), student, Inline(), tokens=K, max_length=64)  # type: ignore[arg-type]
+    for wave in (("a", "b"), ("c", "d")):
+        parts = [Part(name, 0, slice(4 * slot, 4 * slot + 4)) for slot, name in enumerate(wave)]
+        following.read(Forward(parts, [torch.zeros(8, 4)]))
+        assert tuple(following.requests) == wave
+
+
+def test_tokens_that_no_draft_proposed_say_nothing_about_the_draft(loop: Loop, small_draft: Path) -> None:
+    """Near the longest length vLLM fills rounds with token 0, which has no distribution and is rejected."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 20)
+    before = dataclasses.asdict(updater.watchdog)
+    for _ in range(4):
+        real = loop.round()
+        judged = [dataclasses.replace(one, accepted=0) for one in real.judged]
+        updater.observe(Round(judged, real.logits_RV, None, real.tokens), set(loop.requests))
+    assert dataclasses.asdict(updater.watchdog) == before
+
+
+def test_where_rounds_draft_more_or_less_the_first_draft_alone_is_compared(loop: Loop, small_draft: Path) -> None:
+    student = DraftModelStudent(small_draft, torch.device("cpu"), train="all")
+    updater = Updater(settings(), student, Inline(), loop.publish, lambda: loop.busy_s, tokens=K, max_length=128, watched=1)
+    accepted = loop.run(updater, 10)
+    assert updater.watchdog.baseline == pytest.approx(1 + sum(min(one, 1) for one in accepted) / len(accepted))
+    assert max(accepted) > 1
+
+
+def test_new_policy_weights_make_the_lessons_of_the_old_ones_void(loop: Loop, small_draft: Path) -> None:
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 23)
+    assert any(request.lessons for request in updater._following.requests.values())
+    updater.new_policy(1)
+    assert updater._following.requests and not any(request.lessons for request in updater._following.requests.values())
+    loop.run(updater, 2)
+    assert updater.learned_batch == 1
+
+
+def test_publishing_is_a_part_of_what_an_update_costs(loop: Loop, small_draft: Path) -> None:
+    def slow(weights: Iterable[tuple[str, Tensor]]) -> None:
+        time.sleep(0.2)
+
+    student = DraftModelStudent(small_draft, torch.device("cpu"), train="all")
+    updater = Updater(settings(), student, Inline(), slow, lambda: loop.busy_s, tokens=K, max_length=128)
+    loop.run(updater, 20)
+    assert updater.updates == 3 and updater.update_s > 0.6
