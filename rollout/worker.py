@@ -209,7 +209,7 @@ class WorkerExtension:
         student = make_student(method, Path(folder), runner, chosen.train, tokens)
 
         def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            runner.draft.load_weights(weights)
+            runner.draft.load_weights((name, weight.to(runner.dtype)) for name, weight in weights)
             if current_platform.is_cpu():
                 repack(runner.draft, but=runner.target)
 

@@ -92,6 +92,11 @@ class RunnerV1:
         return self._runner.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the draft's weights."""
+        return next(self.draft.parameters()).dtype
+
+    @property
     def vocabulary(self) -> int:
         return self._runner.model_config.get_vocab_size()
 
