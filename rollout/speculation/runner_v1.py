@@ -93,8 +93,8 @@ class RunnerV1:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the draft's weights."""
-        return next(self.draft.parameters()).dtype
+        """Of the draft's weights; the tokens that a head maps its vocabulary to are parameters too."""
+        return next(p.dtype for p in self.draft.parameters() if p.is_floating_point())
 
     @property
     def vocabulary(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.core.records import WeightVersion
@@ -183,6 +183,20 @@ def eagle3_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }  # fmt: skip
     return _head(tmp_path_factory.mktemp("heads") / "eagle3", config, shapes, norms, 1)
+
+
+@pytest.fixture(scope="session")
+def eagle3_reduced_head(tmp_path_factory: pytest.TempPathFactory, eagle3_head: Path) -> Path:
+    """The same head, which drafts three of every four tokens."""
+    folder = tmp_path_factory.mktemp("heads") / "reduced"
+    folder.mkdir()
+    ids = torch.tensor([i for i in range(64) if i % 4 != 3])
+    tensors = load_file(eagle3_head / "model.safetensors")
+    tensors |= {"lm_head.weight": tensors["lm_head.weight"][ids].clone(), "d2t": ids - torch.arange(len(ids))}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((eagle3_head / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": len(ids)}))
+    return folder
 
 
 @pytest.fixture(scope="session")

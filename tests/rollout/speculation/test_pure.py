@@ -3,6 +3,7 @@
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.acceptance import Acceptance
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
 from slipstream.rollout.speculation.options import speculative_config
-from slipstream.rollout.speculation.runner_v1 import make_certain
+from slipstream.rollout.speculation.runner_v1 import RunnerV1, make_certain
 from slipstream.rollout.speculation.student import DraftModelStudent, Prefix
 from slipstream.rollout.speculation.watchdog import Watchdog
 
@@ -265,3 +266,11 @@ def test_what_vllm_is_told(speculation: Speculation, draft: Path | None, expecte
     if expected is not None:
         expected = {**expected, "rejection_sample_method": "standard"}
     assert speculative_config(speculation, draft, 1) == expected
+
+
+def test_the_dtype_of_a_draft_is_not_that_of_its_vocabulary_map() -> None:
+    """In vLLM the map of an EAGLE-3 head, of integers, is a parameter, and the first one."""
+    draft = torch.nn.Module()
+    draft.draft_id_to_target_id = torch.nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
+    draft.fc = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    assert RunnerV1(SimpleNamespace(get_draft_model=lambda: draft)).dtype == torch.bfloat16

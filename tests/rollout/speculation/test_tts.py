@@ -62,19 +62,19 @@ def test_new_policy_weights_keep_the_draft_and_exactness(engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_a_head_learns(speculating, deep: Path, request: pytest.FixtureRequest, method: str) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "eagle3_reduced", "dflash"])
+def test_a_head_learns(speculating, deep: Path, request: pytest.FixtureRequest, name: str) -> None:
     """A head reads the target's hidden states, and borrows its embeddings, which stay as they are."""
-    head = request.getfixturevalue(f"{method}_head")
+    head, method = request.getfixturevalue(f"{name}_head"), name.removesuffix("_reduced")
     tts = TestTimeSpeculation(enabled=True, lr=3e-3, max_cost_share=1.0, baseline_rounds=200)
-    engine = speculating(deep, Speculation(method=method, draft=str(head), tokens=K, tts=tts), head, f"test-tts-{method}")
+    engine = speculating(deep, Speculation(method=method, draft=str(head), tokens=K, tts=tts), head, f"test-tts-{name}")
     before = engine.target_sha256()
     for _ in range(6):
         exact(engine, 0.5)
     start = engine.acceptance()
     exact(engine, 0.5)
     since, learning = engine.acceptance().minus(start), engine.drafts().learning
-    print(method, "acceptance length", 1 + since.accepted / since.rounds, learning)
+    print(name, "acceptance length", 1 + since.accepted / since.rounds, learning)
     assert learning.updates > 20 and learning.kills == 0
     assert 1 + since.accepted / since.rounds > learning.baseline + 0.1
     assert engine.target_sha256() == before
