@@ -293,7 +293,7 @@ class Engine:
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
                 await self._llm.finish_weight_update(weight_version=str(version))
                 if self._speculation.learns:
-                    await self._llm.collective_rpc("slipstream_new_policy", args=(version.batch,))
+                    await self._llm.collective_rpc("slipstream_new_policy", args=(version.batch, self._recompute))
                 loaded = time.perf_counter()
                 await self._llm.resume_generation()
             except BaseException as error:

@@ -227,9 +227,9 @@ class WorkerExtension:
             updater.load(Path(state))
         return updater
 
-    def slipstream_new_policy(self, batch: int) -> None:
-        """The target holds the weights of another batch from now on."""
-        self.slipstream_tap.new_policy(batch)
+    def slipstream_new_policy(self, batch: int, refilled: bool) -> None:
+        """The target holds the weights of another batch from now on; ``refilled``: caches are filled anew."""
+        self.slipstream_tap.new_policy(batch, refilled)
 
     def slipstream_save_draft(self, folder: str) -> None:
         """Write down a draft that learns, for ``state`` of a later start."""

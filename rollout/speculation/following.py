@@ -100,8 +100,10 @@ class Following:
         ids = self._student.token_ids
         return values_KV if ids is None else values_KV[:, ids]
 
-    def new_policy(self) -> None:
-        """What the policy before would have written is no lesson any more."""
+    def new_policy(self, refilled: bool) -> None:
+        """What the policy before would have written is no lesson any more; caches that are ``refilled`` are so here, too."""
+        if refilled:
+            self.requests.clear()
         for request in self.requests.values():
             request.lessons.clear()
 

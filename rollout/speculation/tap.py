@@ -40,9 +40,9 @@ class Tap:
         if self._updater is not None:
             self._updater.observe(verification, self._runner.running())
 
-    def new_policy(self, batch: int) -> None:
+    def new_policy(self, batch: int, refilled: bool) -> None:
         if self._updater is not None:
-            self._updater.new_policy(batch)
+            self._updater.new_policy(batch, refilled)
 
     @property
     def updater(self) -> Updater:

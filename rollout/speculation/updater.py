@@ -240,10 +240,13 @@ class Updater:
         self._following.requests.clear()  # their prefixes may come from a draft gone wrong
         self.watchdog.restart()
 
-    def new_policy(self, batch: int) -> None:
-        """The target has new weights: Adam's moments were of another loss; what counts as good may have moved."""
+    def new_policy(self, batch: int, refilled: bool = False) -> None:
+        """The target has new weights: Adam's moments were of another loss; what counts as good may have moved.
+
+        ``refilled``: the engine's caches are filled anew, the draft's among them.
+        """
         self.policy_batch = batch
-        self._following.new_policy()
+        self._following.new_policy(refilled)
         self._optimizer = self._new_optimizer()
         self.watchdog.new_policy()
 

@@ -416,6 +416,20 @@ def test_new_policy_weights_make_the_lessons_of_the_old_ones_void(loop: Loop, sm
     assert updater.learned_batch == 1
 
 
+def test_a_cache_that_is_filled_anew_is_so_in_the_copy(loop: Loop, small_draft: Path) -> None:
+    """Keys and values of the draft as it is now: after a refill the copy proposes what a copy without a past does."""
+    updater = updater_of(loop, small_draft, settings())
+    loop.run(updater, 30)
+    updater.new_policy(1, refilled=True)
+    assert not updater._following.requests
+    loop.run(updater, 1)
+    student, request = updater._student, updater._following.requests["a"]
+    (rows,) = student.rows([request])
+    lesson = request.lessons[0]
+    expected = loop.draft(torch.tensor([request.tokens]), use_cache=False).logits[0, lesson.start :][: len(lesson.target_KV)]
+    torch.testing.assert_close(rows[0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_publishing_is_a_part_of_what_an_update_costs(loop: Loop, small_draft: Path) -> None:
     def slow(weights: Iterable[tuple[str, Tensor]]) -> None:
         time.sleep(0.2)
