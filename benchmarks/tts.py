@@ -11,7 +11,7 @@ acceptance_gain_early          the same within the first 400 tokens
 acceptance_gain_novel          the same over rounds none of whose drafted tokens ends 5 that stood in the response before
 acceptance_gain_novel_start    the same over rounds whose first drafted token does not
 acceptance_gain_after_drift    tts − frozen on responses of a policy that was fine-tuned on Python source, with the same head
-acceptance_gain_model          the same with a small model as draft, before the fine-tuning; _after_drift: and after it
+<gain>_model                   each of these with a small model as draft, the policy's first layers
 <gain>_mean, _standard_error   of each of these gains, over prompts
 drift_nats                     log-probability per token that the fine-tuning gave those responses
 repeated_share                 the other rounds
@@ -28,9 +28,10 @@ tokens_ratio_<arm>_vs_none_batch4  four requests at a time, 250 tokens each
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import fmean, stdev
 from typing import Any
 
@@ -46,7 +47,8 @@ NOVEL = {"novel": "repeated", "novel_start": "begins_repeated"}
 
 
 def main() -> None:
-    quick = arguments(__doc__).quick
+    options = arguments(__doc__, extend)
+    quick = options.quick
     prepare_environment()
     torch.set_num_threads(1)
     head_path, model_path = made_head(), made_model()
@@ -55,9 +57,10 @@ def main() -> None:
     made = {path.name: json.loads((path / "draft.json").read_text()) for path in (head_path, model_path)}
     figures["acceptance_on_short_responses"].append(made[head_path.name]["length_after"])
     figures["acceptance_on_short_responses_model"].append(made[model_path.name]["length_after"])
-    live(tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
-    if not quick:
-        live_batch(tokenizer, head_path, figures)
+    if not options.replay:
+        live(tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
+        if not quick:
+            live_batch(tokenizer, head_path, figures)
     prompts, length = ([0, 3], 600) if quick else ([*range(len(PROMPTS))], 1250)
 
     def new_head() -> Drafter:
@@ -66,18 +69,20 @@ def main() -> None:
     def new_model() -> Drafter:
         return ModelDrafter(model_path)
 
-    for number, ids, prompt_length in record(policy, tokenizer, prompts, length, "own"):
-        response = look_at(policy, new_head(), number, ids, prompt_length)
-        rounds = {}
-        for name, arm in ARMS.items():
-            if name != "tts_every_round" or number == 0:
-                rounds[name] = list(replay(new_head(), policy.vocab_size, response, arm, figures, name))
-        rounds["ngram"] = list(replay_ngram(response))
-        record_figures(figures, rounds, length)
-        means = {name: round(sum(r.expected for r in of_arm) / len(of_arm), 3) for name, of_arm in rounds.items()}
-        say(f"prompt {number}: {means}, repeated {figures['repeated_share'][-1]:.2f}")
-    for number, ids, prompt_length in record(policy, tokenizer, prompts[:2], length, "own"):
-        compare(policy, new_model, number, ids[: prompt_length + SHORTER], prompt_length, figures, "_model")
+    def replayed(new: Callable[[], Drafter], arms: Iterable[str], suffix: str) -> None:
+        for number, ids, prompt_length in record(policy, tokenizer, prompts, length, "own"):
+            response = look_at(policy, new(), number, ids, prompt_length)
+            rounds = {}
+            for name in arms:
+                if name != "tts_every_round" or number == 0:
+                    rounds[name] = list(replay(new(), policy.vocab_size, response, ARMS[name], figures, f"{name}{suffix}"))
+            rounds["ngram"] = list(replay_ngram(response))
+            record_figures(figures, rounds, length, suffix)
+            means = {name: round(sum(r.expected for r in of_arm) / len(of_arm), 3) for name, of_arm in rounds.items()}
+            say(f"prompt {number}{suffix}: {means}")
+
+    replayed(new_head, ARMS, "")
+    replayed(new_model, ("frozen", "tts"), "_model")
     moved = fine_tuned(policy, tokenizer)
     after = prompts[: 1 if quick else 4]
     for number, ids, prompt_length in record(moved, tokenizer, after, SHORTER, "moved"):
@@ -85,32 +90,38 @@ def main() -> None:
         figures["drift_nats"].append((logp - logp_before).mean().item())
         say(f"prompt {number}: moved by {figures['drift_nats'][-1]:.3f} nats per token")
         compare(moved, new_head, number, ids, prompt_length, figures, "_after_drift")
-        if number in prompts[:2]:
-            compare(moved, new_model, number, ids, prompt_length, figures, "_model_after_drift")
+        compare(moved, new_model, number, ids, prompt_length, figures, "_model_after_drift")
     for gain in [name for name in figures if name.startswith("acceptance_gain")]:
         figures[f"{gain}_mean"].append(fmean(figures[gain]))
         if len(figures[gain]) > 1:
             figures[f"{gain}_standard_error"].append(stdev(figures[gain]) / len(figures[gain]) ** 0.5)
     setup = {"model": "SmolLM2-135M-Instruct", "drafts": made, "tokens": TOKENS, "temperature": TEMPERATURE, "length": length}
-    finish("tts", figures, quick, **setup)
+    finish("tts_replay" if options.replay else "tts", figures, quick, **setup)
 
 
-def record_figures(figures: dict[str, list[float]], rounds: dict[str, list[Round]], length: int) -> None:
+def extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replay", action="store_true", help="nothing live")
+
+
+def record_figures(figures: dict[str, list[float]], rounds: dict[str, list[Round]], length: int, suffix: str) -> None:
     def mean(arm: str, low: float = 0, high: float = float("inf"), without: str = "") -> float:
         chosen = [r.expected for r in rounds[arm] if low <= r.position < high and not (without and getattr(r, without))]
         return sum(chosen) / len(chosen) if chosen else float("nan")
 
+    def gain(name: str, **keys: Any) -> None:
+        figures[f"acceptance_gain_{name}{suffix}"].append(mean("tts", **keys) - mean("frozen", **keys))
+
     for arm in rounds:
         for low in range(0, length - BIN + 1, BIN):
-            figures[f"acceptance_{arm}_{low}"].append(mean(arm, low, low + BIN))
-        figures[f"acceptance_{arm}"].append(mean(arm))
+            figures[f"acceptance_{arm}{suffix}_{low}"].append(mean(arm, low, low + BIN))
+        figures[f"acceptance_{arm}{suffix}"].append(mean(arm))
         for name, without in NOVEL.items():
-            figures[f"acceptance_{name}_{arm}"].append(mean(arm, without=without))
-    figures["acceptance_gain_long"].append(mean("tts", 500) - mean("frozen", 500))
-    figures["acceptance_gain_early"].append(mean("tts", 0, 400) - mean("frozen", 0, 400))
+            figures[f"acceptance_{name}_{arm}{suffix}"].append(mean(arm, without=without))
+    gain("long", low=500)
+    gain("early", high=400)
     for name, without in NOVEL.items():
-        figures[f"acceptance_gain_{name}"].append(mean("tts", without=without) - mean("frozen", without=without))
-    figures["repeated_share"].append(sum(r.repeated for r in rounds["frozen"]) / len(rounds["frozen"]))
+        gain(name, without=without)
+    figures[f"repeated_share{suffix}"].append(sum(r.repeated for r in rounds["frozen"]) / len(rounds["frozen"]))
 
 
 def compare(
