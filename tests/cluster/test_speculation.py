@@ -75,7 +75,7 @@ def test_engines_share_what_their_drafts_have_learnt(start: Callable[..., Any], 
     assert [folder.name for folder in folders] == ["engine-0", "engine-1"]
     one, other = (load_file(folder / "draft.safetensors") for folder in folders)
     first = load_file(draft / "model.safetensors")
-    apart = sum((one[name] - other[name]).abs().sum() for name in one)
+    apart = sum((one[f"draft.{name}"] - other[f"draft.{name}"]).abs().sum() for name in first)
     learnt = sum((one[f"draft.{name}"] - first[name]).abs().sum() for name in first)
     print("apart", apart, "learnt", learnt, len(run.events("drafts_shared")))
     assert apart < 0.7 * learnt, "drafts that learn alone drift apart as far as they go"
