@@ -35,6 +35,7 @@ quickstart: install
 	$(BIN)/slipstream run recipes/quickstart.yaml name=$$name
 
 # Whole files go to one of two workers: most of a run's start is one process loading libraries while the others wait.
+# In their own order, which has the longest (tests/cluster) early: by number of tests, as xdist would, they come last.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: install

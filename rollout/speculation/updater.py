@@ -184,13 +184,9 @@ class Updater:
         assert landed is not None
         self._placement.join()
         loss, norm = landed.loss.item(), landed.norm.item()
-        if not (math.isfinite(loss) and math.isfinite(norm) and self._is_finite()):
+        if wrong := self._wrong(loss, norm):
             self._pay(self._placement.seconds)
-            self._restore(f"loss {loss:.3g}, gradient norm {norm:.3g}")
-            return
-        if self.watchdog.rings:
-            self._pay(self._placement.seconds)
-            self._restore("worse than at rest")
+            self._restore(wrong)
             return
         started = time.perf_counter()
         self._publish(self._student.weights())
@@ -202,8 +198,12 @@ class Updater:
             self._good, self._candidate = self._candidate, self._copy()
             self._set_rate(min(2 * self.lr, self._settings.lr))
 
-    def _is_finite(self) -> bool:
-        return all(bool(torch.isfinite(parameter).all()) for parameter in self._student.parameters())
+    def _wrong(self, loss: float, norm: float) -> str | None:
+        """Why an update that has ended is to be undone."""
+        finite = all(bool(torch.isfinite(parameter).all()) for parameter in self._student.parameters())
+        if not (math.isfinite(loss) and math.isfinite(norm) and finite):
+            return f"loss {loss:.3g}, gradient norm {norm:.3g}"
+        return "worse than at rest" if self.watchdog.rings else None
 
     def _set_rate(self, lr: float) -> None:
         self.lr = lr
