@@ -60,6 +60,10 @@ REWARDS: dict[str, type[Section]] = {
     "math": GraderOptions,
     "reasoning_gym": GraderOptions,
 }
+WITHOUT_SCORE = ("single_turn", "calculator")
+"""Environments that cannot be the reward ``environment``."""
+WITHOUT_CLOCK = ("exact", "environment")
+"""Reward functions that need no process, and no ``reward.timeout_s``."""
 
 
 def environment_options(environment: schema.Environment) -> Any:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from slipstream.core import built_in
+from slipstream.core import built_in, rules
 from slipstream.core.algorithms import PRESETS, contradictions
 from slipstream.core.mistakes import UserError
 from slipstream.core.recipe_problems import explain, place_of, section_at
@@ -183,7 +183,7 @@ def _validate(
         suspects |= {problem.key for _, problem in fresh}
         plain = _mended(plain, suspects)
     if recipe is not None:
-        for key, text in (*recipe.cross_checks(), *built_in.problems(recipe), *also(recipe)):
+        for key, text in (*rules.problems(recipe), *built_in.problems(recipe), *also(recipe)):
             if not _concerns(key, text, suspects):
                 problems.append(Problem(key, place_of(path_of(key), places), text))
     return recipe, problems

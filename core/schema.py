@@ -1,6 +1,7 @@
-"""The recipe: every key, its default, its range, and the rules between keys.
+"""The recipe: every key, its default, its range, and the rules within a section.
 
-Defaults are the vetted setting, so a recipe is short.  ``core.recipe`` loads files and overrides into this schema.
+Defaults are the vetted setting, so a recipe is short.  ``core.recipe`` loads files and overrides into this schema, and
+``core.rules`` has the rules between sections.
 """
 
 from __future__ import annotations
@@ -9,16 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.core.algorithms import OF_GROUPS, Algo
+from slipstream.core.algorithms import Algo
 from slipstream.core.optimizer import Optimizer, WarmStartOptimizer
 from slipstream.core.section import NonNegative, Positive, Problems, Rate, Section
 from slipstream.core.speculation import Speculation
 
 KvOnUpdate = Literal["keep", "recompute"]
-WITHOUT_SCORE = ("single_turn", "calculator")
-"""Built-in environments that cannot be the reward ``environment``."""
-WITHOUT_CLOCK = ("exact", "environment")
-"""Reward functions that need no process, and no ``reward.timeout_s``."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to it, without the learner."""
 MIN_DECAY = 1e-3
@@ -220,9 +217,13 @@ class Schedule(Section):
                 raise ValueError(f"{name}: got {got:g}, expected at least {MIN_DECAY:g}: {why}; lower max_staleness instead")
         return self
 
-    def kv_problems(self) -> Problems:
-        """Rules of the lag of KV entries, which is never below the token's own, and equal to it where they are recomputed."""
+    def problems(self) -> Problems:
+        """Rules between its own keys.  A KV entry is never newer than its token, and as old where entries are recomputed."""
         problems: Problems = []
+        if self.publish_every > self.max_staleness + 1:
+            most = f"expected at most max_staleness + 1 = {self.max_staleness + 1}"
+            why = "without new weights the engines may not write more than so many batches"
+            problems.append(("schedule.publish_every", f"got {self.publish_every}, {most}: {why}"))
         if self.kv_on_update == "recompute":
             same = "does not go with kv_on_update: recompute, where a KV entry is as old as its token"
             if self.max_kv_lag is not None:
@@ -330,132 +331,3 @@ class Recipe(Section):
         """Optimizer steps of the policy in the RL phase: those of a critic's warm-up are not among them."""
         waits = self.algo.critic.warmup_batches if self.algo.critic is not None else 0
         return (self.schedule.steps - waits) * self.algo.inner_steps
-
-    def cross_checks(self) -> Problems:
-        """Rules between sections, as (key, problem); all of them, so one run of `validate` shows everything."""
-        problems = self.algo.problems() + self._critic_problems() + self._distill_problems() + self._speculation_problems()
-        problems += self._reward_problems() + self.distill.problems()
-        schedule, rollout, algo = self.schedule, self.rollout, self.algo
-        samples = schedule.group_size * schedule.groups_per_step
-        if schedule.group_size > rollout.max_num_seqs:
-            problems.append(
-                (
-                    "schedule.group_size",
-                    f"got {schedule.group_size}, expected at most rollout.max_num_seqs = {rollout.max_num_seqs}; "
-                    "a group must fit into one engine: raise max_num_seqs or lower group_size",
-                )
-            )
-        if algo.name != "sft" and algo.advantage in OF_GROUPS and schedule.group_size < 2:
-            compares = f"algo.advantage {algo.advantage} compares siblings"
-            problems.append(("schedule.group_size", f"got 1, expected at least 2: {compares}"))
-        elif algo.name != "sft" and algo.advantage not in ("none", "gae") and samples < 2:
-            problems.append(
-                ("schedule.groups_per_step", f"got 1 group of 1, but algo.advantage {algo.advantage} compares samples")
-            )
-        if algo.minibatches > schedule.groups_per_step and algo.name != "sft":
-            problems.append(
-                (
-                    "algo.minibatches",
-                    f"got {algo.minibatches}, expected at most schedule.groups_per_step = {schedule.groups_per_step}; "
-                    "a mini-batch holds whole groups",
-                )
-            )
-        if schedule.publish_every > schedule.max_staleness + 1:
-            problems.append(
-                (
-                    "schedule.publish_every",
-                    f"got {schedule.publish_every}, expected at most max_staleness + 1 = {schedule.max_staleness + 1}: without "
-                    "new weights the engines may not write more than so many batches",
-                )
-            )
-        problems += self.schedule.kv_problems()
-        if algo.name == "sft" and self.warm_start is not None:
-            problems.append(("warm_start", "algo.name sft trains on demonstrations throughout; remove warm_start"))
-        if self.model.dtype == "bfloat16" and self.trainer.zero_stage == 0:
-            problems.append(
-                (
-                    "trainer.zero_stage",
-                    "got 0 with model.dtype bfloat16, expected 1, 2 or 3: only they keep float32 weights and accumulate in "
-                    "float32 (1 costs nothing, also on one rank)",
-                )
-            )
-        environment = rollout.environment
-        if environment.name in WITHOUT_SCORE and any(part.function == "environment" for part in self.reward.parts):
-            problems.append(("reward.parts", f"environment: {environment.name} has no score; use another reward function"))
-        if environment.max_turns * environment.timeout_s >= self.cluster.stall_timeout_s and environment.name != "single_turn":
-            problems.append(
-                (
-                    "cluster.stall_timeout_s",
-                    f"got {self.cluster.stall_timeout_s:g} s, expected more than rollout.environment.max_turns · timeout_s = "
-                    f"{environment.max_turns * environment.timeout_s:g} s: an episode may take so long",
-                )
-            )
-        limit = self.model.max_length
-        if limit is not None and rollout.sampling.max_tokens >= limit and algo.name != "sft":
-            problems.append(
-                (
-                    "rollout.sampling.max_tokens",
-                    f"got {rollout.sampling.max_tokens}, expected less than model.max_length = {limit}: prompts need room too",
-                )
-            )
-        return problems
-
-    def _reward_problems(self) -> Problems:
-        """Rewards that teach nothing, or that take longer than anything may."""
-        reward, limit_s, problems = self.reward, self.cluster.stall_timeout_s, Problems()
-        learns = self.algo.name != "sft" and self.algo.advantage != "none" and not self.teaches
-        if learns and not any(part.weight for part in reward.parts):
-            why = f"algo.advantage {self.algo.advantage} learns from their sum; give one of them a weight"
-            problems.append(("reward.parts", f"got weight 0 for each, expected another for one: {why}"))
-        if any(part.function not in WITHOUT_CLOCK for part in reward.parts) and reward.timeout_s >= limit_s:
-            expected = f"expected more than reward.timeout_s = {reward.timeout_s:g} s: a group may be graded for so long"
-            problems.append(("cluster.stall_timeout_s", f"got {limit_s:g} s, {expected}"))
-        return problems
-
-    def _critic_problems(self) -> Problems:
-        """Rules between a critic, or an adaptive KL, and the schedule."""
-        algo, schedule, problems = self.algo, self.schedule, Problems()
-        if algo.critic is not None and algo.critic.warmup_batches >= schedule.steps:
-            limit = f"less than schedule.steps = {schedule.steps}: the policy would never be trained"
-            problems.append(("algo.critic.warmup_batches", f"got {algo.critic.warmup_batches}, expected {limit}"))
-        samples = schedule.group_size * schedule.groups_per_step
-        if algo.kl.target is not None and algo.kl.horizon < samples:
-            limit = f"at least the {samples} responses of a batch: it would change the coefficient by more than a fifth"
-            problems.append(("algo.kl.horizon", f"got {algo.kl.horizon}, expected {limit}"))
-        return problems
-
-    def _speculation_problems(self) -> Problems:
-        rollout = self.rollout
-        found = rollout.speculation.problems(
-            seeded=rollout.sampling.seeded, tensor_parallel=rollout.tensor_parallel, engines=rollout.engines
-        )
-        return [(f"rollout.speculation.{key}", problem) for key, problem in found]
-
-    def _distill_problems(self) -> Problems:
-        """Rules of distillation: a teacher for those who need one, and nothing set for a stream that is not there."""
-        algo = self.algo
-        problems: Problems = []
-        if algo.name == "sft":
-            if self.teaches:
-                problems.append(
-                    ("distill.teacher", "sft has no rollouts for a teacher to judge; remove it, or use algo.name opd")
-                )
-            return problems
-        if not self.teaches and (algo.name == "opd" or algo.advantage == "none"):
-            setting = "algo.name opd" if algo.name == "opd" else "algo.advantage none"
-            problems.append(("distill.teacher", f"got null, expected a model to learn from: {setting} trains on nothing else"))
-        if algo.advantage == "gae" and self.teaches == "policy_gradient":
-            why = "the learner makes its advantages, and would whiten the teacher's part with them; use form: full"
-            problems.append(("distill.form", f"got policy_gradient with algo.advantage gae: {why}"))
-        elif algo.loss == "gspo" and self.teaches == "policy_gradient":
-            why = "its one ratio per response would average the teacher's verdicts on tokens; use form: full, or another loss"
-            problems.append(("distill.form", f"got policy_gradient with algo.loss gspo: {why}"))
-        if algo.advantage == "none" and algo.kl_in_reward:
-            problems.append(("algo.kl.placement", "got reward with algo.advantage none: rewards train nothing; use loss"))
-        if not self.trains_rl:
-            for key, is_set in (("kl.coefficient", algo.kl.coefficient), ("correction.reject", algo.correction.reject)):
-                if is_set:
-                    problems.append(
-                        (f"algo.{key}", "acts on the RL stream, and with algo.advantage none there is none; remove it")
-                    )
-        return problems

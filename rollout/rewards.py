@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.built_in import REWARDS, ExactOptions, reward_options
+from slipstream.core.built_in import REWARDS, WITHOUT_CLOCK, ExactOptions, reward_options
 from slipstream.core.mistakes import UserError
 from slipstream.core.records import Task, Trajectory
-from slipstream.core.schema import WITHOUT_CLOCK, Reward, RewardPart
+from slipstream.core.schema import Reward, RewardPart
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.graders import Grader, GraderPool
 

@@ -7,6 +7,7 @@ import pytest
 from slipstream.algos.advantages import ADVANTAGES
 from slipstream.algos.corrections import REJECTIONS, Level
 from slipstream.algos.losses import LOSSES
+from slipstream.core import rules
 from slipstream.core.algorithms import OF_GROUPS, PRESETS, Algo, Correction
 from slipstream.core.schema import Recipe
 
@@ -27,4 +28,4 @@ def test_a_group_of_one_is_refused_where_siblings_are_compared(advantage):
     algo = {"advantage": advantage, "critic": {} if advantage == "gae" else None}
     sections |= {"algo": algo, "distill": {"teacher": "builtin:tiny"}, "schedule": {"group_size": 1}}
     recipe = Recipe.model_validate(sections)
-    assert [key for key, _ in recipe.cross_checks()] == (["schedule.group_size"] if advantage in OF_GROUPS else [])
+    assert [key for key, _ in rules.problems(recipe)] == (["schedule.group_size"] if advantage in OF_GROUPS else [])
