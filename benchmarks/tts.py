@@ -11,7 +11,7 @@ acceptance_gain_early          the same within the first 400 tokens
 acceptance_gain_novel          the same over rounds none of whose drafted tokens ends 5 that stood in the response before
 acceptance_gain_novel_start    the same over rounds whose first drafted token does not
 acceptance_gain_after_drift    tts − frozen on responses of a policy that was fine-tuned on Python source, with the same head
-<gain>_model                   each of these with a small model as draft, the policy's first layers
+..._model                      each of these with a small model as draft, the policy's first layers
 <gain>_mean, _standard_error   of each of these gains, over prompts
 drift_nats                     log-probability per token that the fine-tuning gave those responses
 repeated_share                 the other rounds
@@ -20,10 +20,11 @@ update_s_<arm>                 seconds of one update of the head, and of the dra
 Live: two prompts, one request at a time, in the engine; responses go on past EOS.
 
 tokens_ratio_<arm>_vs_none_<n>     tokens per second over those without speculation, at n tokens of the response
-tokens_ratio_vs_frozen_<n>         of tts over the frozen head
+tokens_ratio_vs_frozen_<n>         those of tts over the frozen head
 live_acceptance_<arm>              tokens per round
 update_cost_share                  of the engine's working time
-tokens_ratio_<arm>_vs_none_batch4  four requests at a time, 250 tokens each
+..._batch4                         four requests at a time, 250 tokens each
+..._dynamic, ..._model             the head with a dynamic lookahead, and the small model as draft
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from common import arguments, finish, prepare_environment, say
-from torch import Tensor
-from tts_live import live, live_batch
+from tts_live import live, live_batch, speculations
 from tts_policy import PROMPTS, TEMPERATURE, TOKENS, fine_tuned, load_policy, made_head, made_model, record
-from tts_replay import ARMS, Drafter, HeadDrafter, ModelDrafter, Round, look_at, replay, replay_ngram
+from tts_replay import ARMS, Drafter, HeadDrafter, ModelDrafter, Response, Round, look_at, replay, replay_ngram
 
-BIN, SHORTER = 250, 600
+BIN = 250
+SHORTER, SHORT_BIN = 600, 200
+"""Responses of the policy that was fine-tuned."""
+PAIR = ("frozen", "tts")
 NOVEL = {"novel": "repeated", "novel_start": "begins_repeated"}
+Drafts = Mapping[str, Callable[[], Drafter]]
+"""A new one of each, by the suffix of its figures."""
+Rounds = dict[str, list[Round]]
+"""Of each arm."""
 
 
 def main() -> None:
@@ -58,93 +65,102 @@ def main() -> None:
     figures["acceptance_on_short_responses"].append(made[head_path.name]["length_after"])
     figures["acceptance_on_short_responses_model"].append(made[model_path.name]["length_after"])
     if not options.replay:
-        live(tokenizer, head_path, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
+        served = speculations(head_path, model_path)
+        live(tokenizer, served, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
         if not quick:
-            live_batch(tokenizer, head_path, figures)
-    prompts, length = ([0, 3], 600) if quick else ([*range(len(PROMPTS))], 1250)
+            live_batch(tokenizer, served, figures)
+    if not options.live:
+        embedding = policy.get_input_embeddings().weight
+        drafts: Drafts = {"": lambda: HeadDrafter(head_path, embedding), "_model": lambda: ModelDrafter(model_path)}
+        prompts, length = ([0, 3], 600) if quick else ([*range(len(PROMPTS))], 1250)
+        replay_own(policy, tokenizer, drafts, figures, prompts, length)
+        replay_moved(policy, tokenizer, drafts, figures, prompts[: 1 if quick else 4])
+        record_spread(figures)
+    setup = {"model": "SmolLM2-135M-Instruct", "drafts": made, "tokens": TOKENS, "temperature": TEMPERATURE}
+    part = "_replay" if options.replay else "_live" if options.live else ""
+    finish(f"tts{part}", figures, quick, **setup)
 
-    def new_head() -> Drafter:
-        return HeadDrafter(head_path, policy.get_input_embeddings().weight)
 
-    def new_model() -> Drafter:
-        return ModelDrafter(model_path)
+def extend(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--replay", action="store_true", help="nothing live")
+    parts.add_argument("--live", action="store_true", help="no replay")
 
-    def replayed(new: Callable[[], Drafter], arms: Iterable[str], suffix: str) -> None:
+
+def replay_own(
+    policy: Any, tokenizer: Any, drafts: Drafts, figures: dict[str, list[float]], prompts: list[int], length: int
+) -> None:
+    """Every arm on the policy's own responses; an update every round on the first of them alone."""
+    for suffix, new in drafts.items():
         for number, ids, prompt_length in record(policy, tokenizer, prompts, length, "own"):
             response = look_at(policy, new(), number, ids, prompt_length)
-            rounds = {}
-            for name in arms:
-                if name != "tts_every_round" or number == 0:
-                    rounds[name] = list(replay(new(), policy.vocab_size, response, ARMS[name], figures, f"{name}{suffix}"))
+            every_round = ("tts_every_round",) if number == 0 and not suffix else ()
+            rounds = replay_arms(response, policy.vocab_size, (*PAIR, *every_round), new, figures, suffix)
             rounds["ngram"] = list(replay_ngram(response))
-            record_figures(figures, rounds, length, suffix)
-            means = {name: round(sum(r.expected for r in of_arm) / len(of_arm), 3) for name, of_arm in rounds.items()}
-            say(f"prompt {number}{suffix}: {means}")
+            record_lengths(figures, rounds, length, BIN, suffix)
+            record_gains(figures, rounds, suffix)
 
-    replayed(new_head, ARMS, "")
-    replayed(new_model, ("frozen", "tts"), "_model")
+
+def replay_moved(policy: Any, tokenizer: Any, drafts: Drafts, figures: dict[str, list[float]], prompts: list[int]) -> None:
+    """The same drafts for a policy that has moved since they were made."""
     moved = fine_tuned(policy, tokenizer)
-    after = prompts[: 1 if quick else 4]
-    for number, ids, prompt_length in record(moved, tokenizer, after, SHORTER, "moved"):
-        logp, logp_before = (look_at(model, new_head(), number, ids, prompt_length).logp_R for model in (moved, policy))
-        figures["drift_nats"].append((logp - logp_before).mean().item())
+    for number, ids, prompt_length in record(moved, tokenizer, prompts, SHORTER, "moved"):
+        after, before = (look_at(model, drafts[""](), number, ids, prompt_length).logp_R for model in (moved, policy))
+        figures["drift_nats"].append((after - before).mean().item())
         say(f"prompt {number}: moved by {figures['drift_nats'][-1]:.3f} nats per token")
-        compare(moved, new_head, number, ids, prompt_length, figures, "_after_drift")
-        compare(moved, new_model, number, ids, prompt_length, figures, "_model_after_drift")
+        for suffix, new in drafts.items():
+            response = look_at(moved, new(), number, ids, prompt_length)
+            rounds = replay_arms(response, moved.vocab_size, PAIR, new, figures, f"{suffix}_after_drift")
+            record_lengths(figures, rounds, SHORTER, SHORT_BIN, f"{suffix}_after_drift")
+            figures[f"acceptance_gain{suffix}_after_drift"].append(mean(rounds["tts"]) - mean(rounds["frozen"]))
+
+
+def replay_arms(
+    response: Response,
+    vocabulary: int,
+    arms: Iterable[str],
+    new: Callable[[], Drafter],
+    figures: dict[str, list[float]],
+    suffix: str,
+) -> Rounds:
+    rounds = {arm: list(replay(new(), vocabulary, response, ARMS[arm], figures, f"{arm}{suffix}")) for arm in arms}
+    say(f"prompt {response.prompt}{suffix}: { {arm: round(mean(of_arm), 3) for arm, of_arm in rounds.items()} }")
+    return rounds
+
+
+def mean(rounds: Iterable[Round], low: float = 0, high: float = float("inf"), without: str = "") -> float:
+    """Expected tokens per round, of those that begin within ``low`` to ``high`` and are not what ``without`` names."""
+    chosen = [r.expected for r in rounds if low <= r.position < high and not (without and getattr(r, without))]
+    return fmean(chosen) if chosen else float("nan")
+
+
+def record_lengths(figures: dict[str, list[float]], rounds: Rounds, length: int, width: int, suffix: str) -> None:
+    """Acceptance lengths in bins of the response, and overall."""
+    for arm, of_arm in rounds.items():
+        for low in range(0, length - width + 1, width):
+            figures[f"acceptance_{arm}{suffix}_{low}"].append(mean(of_arm, low, low + width))
+        figures[f"acceptance_{arm}{suffix}"].append(mean(of_arm))
+
+
+def record_gains(figures: dict[str, list[float]], rounds: Rounds, suffix: str) -> None:
+    """TTS − frozen, over long and early parts of a response and over new text."""
+    parts: dict[str, dict[str, Any]] = {"long": {"low": 500}, "early": {"high": 400}}
+    for name, without in NOVEL.items():
+        parts[name] = {"without": without}
+        for arm, of_arm in rounds.items():
+            figures[f"acceptance_{name}_{arm}{suffix}"].append(mean(of_arm, without=without))
+    for name, part in parts.items():
+        frozen, learning = (mean(rounds[arm], **part) for arm in PAIR)
+        figures[f"acceptance_gain_{name}{suffix}"].append(learning - frozen)
+    figures[f"repeated_share{suffix}"].append(fmean(r.repeated for r in rounds["frozen"]))
+
+
+def record_spread(figures: dict[str, list[float]]) -> None:
+    """Mean and standard error of each gain over prompts."""
     for gain in [name for name in figures if name.startswith("acceptance_gain")]:
         figures[f"{gain}_mean"].append(fmean(figures[gain]))
         if len(figures[gain]) > 1:
             figures[f"{gain}_standard_error"].append(stdev(figures[gain]) / len(figures[gain]) ** 0.5)
-    setup = {"model": "SmolLM2-135M-Instruct", "drafts": made, "tokens": TOKENS, "temperature": TEMPERATURE, "length": length}
-    finish("tts_replay" if options.replay else "tts", figures, quick, **setup)
-
-
-def extend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replay", action="store_true", help="nothing live")
-
-
-def record_figures(figures: dict[str, list[float]], rounds: dict[str, list[Round]], length: int, suffix: str) -> None:
-    def mean(arm: str, low: float = 0, high: float = float("inf"), without: str = "") -> float:
-        chosen = [r.expected for r in rounds[arm] if low <= r.position < high and not (without and getattr(r, without))]
-        return sum(chosen) / len(chosen) if chosen else float("nan")
-
-    def gain(name: str, **keys: Any) -> None:
-        figures[f"acceptance_gain_{name}{suffix}"].append(mean("tts", **keys) - mean("frozen", **keys))
-
-    for arm in rounds:
-        for low in range(0, length - BIN + 1, BIN):
-            figures[f"acceptance_{arm}{suffix}_{low}"].append(mean(arm, low, low + BIN))
-        figures[f"acceptance_{arm}{suffix}"].append(mean(arm))
-        for name, without in NOVEL.items():
-            figures[f"acceptance_{name}_{arm}{suffix}"].append(mean(arm, without=without))
-    gain("long", low=500)
-    gain("early", high=400)
-    for name, without in NOVEL.items():
-        gain(name, without=without)
-    figures[f"repeated_share{suffix}"].append(sum(r.repeated for r in rounds["frozen"]) / len(rounds["frozen"]))
-
-
-def compare(
-    policy: Any,
-    new: Callable[[], Drafter],
-    number: int,
-    ids: Tensor,
-    prompt_length: int,
-    figures: dict[str, list[float]],
-    suffix: str,
-) -> None:
-    """The frozen draft against the one that learns on a response of ``policy``, in bins of 200 tokens."""
-    response = look_at(policy, new(), number, ids, prompt_length)
-    means = {}
-    for name in ("frozen", "tts"):
-        rounds = list(replay(new(), policy.vocab_size, response, ARMS[name], figures, f"{name}{suffix}"))
-        for low in range(0, SHORTER - 199, 200):
-            chosen = [r.expected for r in rounds if low <= r.position < low + 200]
-            figures[f"acceptance_{name}{suffix}_{low}"].append(sum(chosen) / len(chosen))
-        means[name] = sum(r.expected for r in rounds) / len(rounds)
-        figures[f"acceptance_{name}{suffix}"].append(means[name])
-    figures[f"acceptance_gain{suffix}"].append(means["tts"] - means["frozen"])
-    say(f"prompt {number}{suffix}: {means}")
 
 
 if __name__ == "__main__":

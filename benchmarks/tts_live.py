@@ -12,52 +12,68 @@ from common import say
 from tts_policy import RECIPE, TEMPERATURE, TOKENS, encoded
 from tts_replay import ARMS
 
+PAIRS = {"": ("tts", "frozen"), "_dynamic": ("tts_dynamic", "frozen"), "_model": ("tts_model", "frozen_model")}
+"""A draft that learns, and the same one frozen, by the suffix of their figures."""
 
-def speculations(head_path: Path) -> dict[str, dict[str, Any]]:
+
+def speculations(head_path: Path, model_path: Path) -> dict[str, dict[str, Any]]:
     head = {"method": "eagle3", "draft": str(head_path), "tokens": TOKENS}
+    model = {"method": "draft_model", "draft": str(model_path), "tokens": TOKENS}
+    learning = {"tts": {"enabled": True, "every": ARMS["tts"].every, "lr": ARMS["tts"].lr, "train": "body"}}
     return {
         "none": {},
         "ngram": {"method": "ngram", "tokens": TOKENS, "lookup_min": 2, "lookup_max": 3},
         "frozen": head,
-        "tts": {**head, "tts": {"enabled": True, "every": ARMS["tts"].every, "lr": ARMS["tts"].lr, "train": "body"}},
+        "tts": head | learning,
+        "tts_dynamic": head | learning | {"lookahead": "dynamic"},
+        "frozen_model": model,
+        "tts_model": model | learning,
     }
 
 
 def live(
-    tokenizer: Any, head_path: Path, figures: dict[str, list[float]], marks: Sequence[int], numbers: Sequence[int]
+    tokenizer: Any,
+    arms: Mapping[str, Mapping[str, Any]],
+    figures: dict[str, list[float]],
+    marks: Sequence[int],
+    numbers: Sequence[int],
 ) -> None:
     """One request at a time; every arm starts anew for each prompt, so that it has learnt from this response alone."""
     for number in numbers:
         prompt = encoded(tokenizer, number)
         speeds = {}
-        for arm, keys in speculations(head_path).items():
-            speeds[arm], stats = asyncio.run(served(head_path, keys, [prompt], marks))
+        for arm, keys in arms.items():
+            speeds[arm], stats = asyncio.run(served(keys, [prompt], marks))
             say(f"live, prompt {number}, {arm}: {speeds[arm]} tokens per second")
             if stats is not None:
                 figures[f"live_acceptance_{arm}"].append(1 + stats.acceptance.accepted / max(stats.acceptance.rounds, 1))
                 if stats.learning is not None:
-                    figures["update_cost_share"].append(stats.learning.update_s / stats.learning.busy_s)
+                    suffix = arm.removeprefix("tts")
+                    figures[f"update_cost_share{suffix}"].append(stats.learning.update_s / stats.learning.busy_s)
         record_speeds(figures, speeds, {mark: str(mark) for mark in marks})
 
 
-def live_batch(tokenizer: Any, head_path: Path, figures: dict[str, list[float]], tokens: int = 250) -> None:
+def live_batch(
+    tokenizer: Any, arms: Mapping[str, Mapping[str, Any]], figures: dict[str, list[float]], tokens: int = 250
+) -> None:
     prompts = [encoded(tokenizer, number) for number in range(4)]
     speeds = {}
-    for arm, keys in speculations(head_path).items():
-        speeds[arm], _ = asyncio.run(served(head_path, keys, prompts, [tokens]))
+    for arm, keys in arms.items():
+        speeds[arm], _ = asyncio.run(served(keys, prompts, [tokens]))
         say(f"live, four at a time, {arm}: {speeds[arm]} tokens per second")
     record_speeds(figures, speeds, {tokens: "batch4"})
 
 
 def record_speeds(figures: dict[str, list[float]], speeds: Mapping[str, Mapping[int, float]], names: Mapping[int, str]) -> None:
     for mark, name in names.items():
-        for arm in ("ngram", "frozen", "tts"):
+        for arm in [arm for arm in speeds if arm != "none"]:
             figures[f"tokens_ratio_{arm}_vs_none_{name}"].append(speeds[arm][mark] / speeds["none"][mark])
-        figures[f"tokens_ratio_vs_frozen_{name}"].append(speeds["tts"][mark] / speeds["frozen"][mark])
+        for suffix, (learning, frozen) in PAIRS.items():
+            figures[f"tokens_ratio_vs_frozen{suffix}_{name}"].append(speeds[learning][mark] / speeds[frozen][mark])
 
 
 async def served(
-    head_path: Path, keys: Mapping[str, Any], prompts: Sequence[Sequence[int]], marks: Sequence[int]
+    keys: Mapping[str, Any], prompts: Sequence[Sequence[int]], marks: Sequence[int]
 ) -> tuple[dict[int, float], Any]:
     """Tokens per second of an engine of its own until each request has written so many tokens (on average), and its drafts."""
     from slipstream.cluster.models import CACHE
@@ -86,7 +102,7 @@ async def served(
         eos_ids=(),
         seed=0,
         version=WeightVersion(0, 0),
-        draft_path=head_path if speculation.draft else None,
+        draft_path=Path(speculation.draft) if speculation.draft else None,
     )
     try:
         started, reached = time.perf_counter(), {}
