@@ -21,10 +21,10 @@ Live: two prompts, one request at a time, in the engine; responses go on past EO
 
 tokens_ratio_<arm>_vs_none_<n>     tokens per second over those without speculation, at n tokens of the response
 tokens_ratio_vs_frozen_<n>         those of tts over the frozen head
-live_acceptance_<arm>              tokens per round
+live_acceptance_<arm>              tokens per round of the target, those without drafts included
 update_cost_share                  of the engine's working time
 ..._batch4                         four requests at a time, 250 tokens each
-..._dynamic, ..._model             the head with a dynamic lookahead, and the small model as draft
+..._dynamic, ..._model             head and lookahead: dynamic, and the small model as draft
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from common import arguments, finish, prepare_environment, say
 from tts_live import live, live_batch, speculations
-from tts_policy import PROMPTS, TEMPERATURE, TOKENS, fine_tuned, load_policy, made_head, made_model, record
+from tts_policy import MOVED, PROMPTS, TEMPERATURE, TOKENS, fine_tuned, load_policy, made_head, made_model, record
 from tts_replay import ARMS, Drafter, HeadDrafter, ModelDrafter, Response, Round, look_at, replay, replay_ngram
 
 BIN = 250
@@ -96,14 +96,15 @@ def replay_own(
             response = look_at(policy, new(), number, ids, prompt_length)
             every_round = ("tts_every_round",) if number == 0 and not suffix else ()
             rounds = replay_arms(response, policy.vocab_size, (*PAIR, *every_round), new, figures, suffix)
-            rounds["ngram"] = list(replay_ngram(response))
+            if not suffix:
+                rounds["ngram"] = list(replay_ngram(response))
             record_lengths(figures, rounds, length, BIN, suffix)
             record_gains(figures, rounds, suffix)
 
 
 def replay_moved(policy: Any, tokenizer: Any, drafts: Drafts, figures: dict[str, list[float]], prompts: list[int]) -> None:
     """The same drafts for a policy that has moved since they were made."""
-    moved = fine_tuned(policy, tokenizer)
+    moved = fine_tuned(policy, tokenizer, **MOVED)
     for number, ids, prompt_length in record(moved, tokenizer, prompts, SHORTER, "moved"):
         after, before = (look_at(model, drafts[""](), number, ids, prompt_length).logp_R for model in (moved, policy))
         figures["drift_nats"].append((after - before).mean().item())

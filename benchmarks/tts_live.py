@@ -12,7 +12,7 @@ from common import say
 from tts_policy import RECIPE, TEMPERATURE, TOKENS, encoded
 from tts_replay import ARMS
 
-PAIRS = {"": ("tts", "frozen"), "_dynamic": ("tts_dynamic", "frozen"), "_model": ("tts_model", "frozen_model")}
+PAIRS = {suffix: (f"tts{suffix}", f"frozen{suffix}") for suffix in ("", "_dynamic", "_model")}
 """A draft that learns, and the same one frozen, by the suffix of their figures."""
 
 
@@ -25,6 +25,7 @@ def speculations(head_path: Path, model_path: Path) -> dict[str, dict[str, Any]]
         "ngram": {"method": "ngram", "tokens": TOKENS, "lookup_min": 2, "lookup_max": 3},
         "frozen": head,
         "tts": head | learning,
+        "frozen_dynamic": head | {"lookahead": "dynamic"},
         "tts_dynamic": head | learning | {"lookahead": "dynamic"},
         "frozen_model": model,
         "tts_model": model | learning,
@@ -43,10 +44,10 @@ def live(
         prompt = encoded(tokenizer, number)
         speeds = {}
         for arm, keys in arms.items():
-            speeds[arm], stats = asyncio.run(served(keys, [prompt], marks))
+            speeds[arm], written, stats = asyncio.run(served(keys, [prompt], marks))
             say(f"live, prompt {number}, {arm}: {speeds[arm]} tokens per second")
             if stats is not None:
-                figures[f"live_acceptance_{arm}"].append(1 + stats.acceptance.accepted / max(stats.acceptance.rounds, 1))
+                figures[f"live_acceptance_{arm}"].append(written / (written - stats.acceptance.accepted))
                 if stats.learning is not None:
                     suffix = arm.removeprefix("tts")
                     figures[f"update_cost_share{suffix}"].append(stats.learning.update_s / stats.learning.busy_s)
@@ -59,7 +60,7 @@ def live_batch(
     prompts = [encoded(tokenizer, number) for number in range(4)]
     speeds = {}
     for arm, keys in arms.items():
-        speeds[arm], _ = asyncio.run(served(keys, prompts, [tokens]))
+        speeds[arm], *_ = asyncio.run(served(keys, prompts, [tokens]))
         say(f"live, four at a time, {arm}: {speeds[arm]} tokens per second")
     record_speeds(figures, speeds, {tokens: "batch4"})
 
@@ -74,8 +75,9 @@ def record_speeds(figures: dict[str, list[float]], speeds: Mapping[str, Mapping[
 
 async def served(
     keys: Mapping[str, Any], prompts: Sequence[Sequence[int]], marks: Sequence[int]
-) -> tuple[dict[int, float], Any]:
-    """Tokens per second of an engine of its own until each request has written so many tokens (on average), and its drafts."""
+) -> tuple[dict[int, float], int, Any]:
+    """Tokens per second of an engine of its own until each request has written so many tokens (on average), all tokens
+    written, and its drafts."""
     from slipstream.cluster.models import CACHE
     from slipstream.core.recipe import load_recipe
     from slipstream.core.records import WeightVersion
@@ -114,6 +116,6 @@ async def served(
                 if mark not in reached and written >= mark * len(prompts):
                     reached[mark] = written / (time.perf_counter() - started)
         await asyncio.gather(*requests)
-        return reached, await engine.drafts()
+        return reached, engine.sampled_tokens, await engine.drafts()
     finally:
         engine.shutdown()

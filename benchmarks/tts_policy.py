@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,15 @@ PROMPTS = (
 )
 
 
+MOVED = {"steps": 24, "width": 192, "batch": 2, "lr": 1e-4}
+"""The fine-tuning."""
+
+
+def _key(*made_of: Any) -> str:
+    """Of what is made once: another for other ingredients."""
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:10]
+
+
 def made_head() -> Path:
     """The EAGLE-3 head of ``RECIPE``."""
     return made("smollm2-eagle3")
@@ -37,10 +47,11 @@ def made_model() -> Path:
 
 
 def made(name: str, *overrides: str) -> Path:
-    path = WORK / "models" / name
+    source = HERE / "tts_prompts.jsonl"
+    path = WORK / "models" / f"{name}-{_key(RECIPE.read_text(), source.read_text(), *overrides)}"
     if not path.is_dir():
         say(f"making {name}")
-        draft = [f"data.source={HERE / 'tts_prompts.jsonl'}", f"rollout.speculation.draft={path}"]
+        draft = [f"data.source={source}", f"rollout.speculation.draft={path}"]
         slipstream("draft", "train", str(RECIPE), *draft, *overrides, "--quiet")
     return path
 
@@ -57,7 +68,7 @@ def load_policy() -> tuple[Any, Any]:
 
 def record(policy: Any, tokenizer: Any, prompts: list[int], length: int, whose: str) -> Iterator[tuple[int, Tensor, int]]:
     """Responses of exactly ``length`` tokens, sampled once and kept; prompt and response ids, and the prompt's length."""
-    file = WORK / f"tts-responses-{whose}-{length}.pt"
+    file = WORK / f"tts-responses-{whose}-{length}-{_key(*PROMPTS, TEMPERATURE, MOVED)}.pt"
     known: dict[int, tuple[Tensor, int]] = torch.load(file) if file.is_file() else {}
     if missing := [number for number in prompts if number not in known]:
         say(f"recording {length} tokens of prompts {missing}")
@@ -96,11 +107,11 @@ def ending(policy: Any) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
-def fine_tuned(policy: Any, tokenizer: Any, steps: int = 24, width: int = 192, batch: int = 2) -> Any:
+def fine_tuned(policy: Any, tokenizer: Any, steps: int, width: int, batch: int, lr: float) -> Any:
     """The policy after a few steps on source code of Python's own library, kept for the next time."""
     from transformers import AutoModelForCausalLM
 
-    path = WORK / "models" / "smollm2-moved"
+    path = WORK / "models" / f"smollm2-moved-{_key(MOVED)}"
     if not path.is_dir():
         say("fine-tuning the policy")
         torch.set_num_threads(2)
@@ -111,7 +122,7 @@ def fine_tuned(policy: Any, tokenizer: Any, steps: int = 24, width: int = 192, b
         )
         rows = ids[: len(ids) // width * width].view(-1, width)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-        optimizer = torch.optim.AdamW(moved.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(moved.parameters(), lr=lr)
         for step in range(steps):
             chosen = rows[order[torch.arange(step * batch, (step + 1) * batch) % len(rows)]]
             loss = moved(chosen, labels=chosen, use_cache=False).loss

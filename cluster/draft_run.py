@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from slipstream.rollout.speculation.training import (
     expected_acceptance,
     look,
     new_trainee,
+    require_plain_head,
     require_trainable,
     train,
 )
@@ -75,9 +77,11 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     except TimeoutError as late:
         raise RunFailed(str(late)) from late
     policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
-    trainee = new_trainee(speculation, policy, samples)
+    require_plain_head(policy)
+    apart = max(int(HELD_OUT * len(samples)), 1)
+    trainee = new_trainee(speculation, policy, samples[apart:])
     with _all_cores():
-        before, accepted = _trained(recipe, trainee, policy, samples, progress)
+        before, accepted = _trained(recipe, trainee, policy, samples[apart:], samples[:apart], progress)
     made = Made(
         path=path,
         parameters=sum(p.numel() for p in trainee.parameters()),
@@ -93,16 +97,21 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
 
 
 def _trained(
-    recipe: Recipe, trainee: Trainee, policy: Any, samples: Sequence[Sample], progress: Progress
+    recipe: Recipe,
+    trainee: Trainee,
+    policy: Any,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    progress: Progress,
 ) -> tuple[list[float], list[float]]:
-    """Chances that the first k drafts are accepted, before and after, on samples that it is not trained on."""
+    """Chances that the first k drafts are accepted, before and after, on the samples that are held out."""
     speculation = recipe.rollout.speculation
     training = speculation.training
     seen = []
-    for done, sample in enumerate(samples):
+    for done, sample in enumerate([*held_out, *samples]):
         seen.append(look(policy, sample, trainee.layer_ids))
-        progress("reading", done + 1, len(samples), None)
-    apart = max(int(HELD_OUT * len(seen)), 1)
+        progress("reading", done + 1, len(held_out) + len(samples), None)
+    apart = len(held_out)
     settings = Settings(
         steps=training.steps,
         batch_size=training.batch_size,
@@ -198,15 +207,20 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
     finally:
         engine.shutdown()
     shortest = rollout.speculation.tokens + 2
-    long_enough = [
-        sample for sample in sorted(samples, key=lambda s: s.ids) if len(sample.ids) - sample.prompt_length >= shortest
-    ]
+    long_enough = [sample for sample in samples if len(sample.ids) - sample.prompt_length >= shortest]
     if len(long_enough) < 2:
         raise UserError(
             f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )
+    in_an_order(long_enough, recipe.seed)
     return long_enough
+
+
+def in_an_order(samples: list[Sample], seed: int) -> None:
+    """In place: the seed's own, whatever the order in which they ended; those held out are the first."""
+    samples.sort(key=lambda sample: sample.ids)
+    Random(seed).shuffle(samples)
 
 
 async def _responses(engine: Engine, prompts: Sequence[tuple[int, ...]], limit_s: float, progress: Progress) -> list[Sample]:

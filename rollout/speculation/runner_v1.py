@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.busy_s = 0.0
+        self._listened_s = 0.0
 
     @property
     def target(self) -> torch.nn.Module:
@@ -120,7 +122,8 @@ class RunnerV1:
 
         def hook(module: Any, arguments: tuple[Any, ...], output: Any) -> None:
             metadata, draft_probs, logits, sampling = arguments
-            listener(self._round(metadata, draft_probs, logits, sampling, output.sampled_token_ids))
+            with self._listening():
+                listener(self._round(metadata, draft_probs, logits, sampling, output.sampled_token_ids))
 
         self._runner.rejection_sampler.register_forward_hook(hook)
 
@@ -143,10 +146,19 @@ class RunnerV1:
             output = execute(scheduled, *arguments, **keywords)
             state = self._runner.execute_model_state
             if state is not None and state.aux_hidden_states is not None:
-                listener(Forward(self._parts(scheduled.num_scheduled_tokens), state.aux_hidden_states))
+                with self._listening():
+                    listener(Forward(self._parts(scheduled.num_scheduled_tokens), state.aux_hidden_states))
             return output
 
         self._runner.execute_model = observed
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._listened_s += time.perf_counter() - start
 
     def _parts(self, scheduled: Mapping[str, int]) -> list[Part]:
         batch, parts, row = self._runner.input_batch, [], 0
@@ -174,28 +186,33 @@ class RunnerV1:
     def look_ahead(self, lookahead: Lookahead) -> None:
         """Let ``lookahead`` say how many tokens each proposal drafts, up to what vLLM asks for, and tell it what rounds take.
 
+        A round's verification is all between the start of the target's forward and the proposal, but for what listeners take.
         Only rounds of pure decoding tell times, and only on a CPU, where a call returns when its work is done.
         """
         execute, propose = self._runner.execute_model, self._runner.drafter.propose
-        verified: tuple[int, float] | None = None
+        verifying: tuple[int, float] | None = None
 
         def timed_execute(scheduled: Any, *arguments: Any, **keywords: Any) -> Any:
-            nonlocal verified
-            start = time.perf_counter()
+            nonlocal verifying
+            start = time.perf_counter() - self._listened_s
             output = execute(scheduled, *arguments, **keywords)
             drafts = scheduled.scheduled_spec_decode_tokens
             decoding = all(n == 1 + len(drafts.get(name, ())) for name, n in scheduled.num_scheduled_tokens.items())
             total = scheduled.total_num_scheduled_tokens
-            verified = (total, time.perf_counter() - start) if decoding and total else None
+            verifying = (total, start) if decoding and total else None
             return output
 
         def chosen_propose(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal verifying
             requests = keywords["common_attn_metadata"].batch_size()
             keywords["num_speculative_tokens"] = min(keywords["num_speculative_tokens"], lookahead.choose(requests))
             start = time.perf_counter()
             drafted = propose(*arguments, **keywords)
-            if verified is not None:
-                lookahead.took(*verified, drafted.numel(), time.perf_counter() - start)
+            if verifying is not None:
+                total, began = verifying
+                verify_s = start - self._listened_s - began
+                lookahead.took(total, verify_s, drafted.numel(), time.perf_counter() - start)
+                verifying = None
             return drafted
 
         self._runner.execute_model = timed_execute

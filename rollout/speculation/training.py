@@ -143,6 +143,18 @@ def require_trainable(speculation: Speculation, config: Any) -> None:
         )
 
 
+@torch.no_grad()
+def require_plain_head(policy: Any) -> None:
+    """Raise UserError for a policy whose logits are more than its last hidden states times its output head."""
+    ids = torch.arange(min(8, policy.config.get_text_config().vocab_size))[None]
+    plain = F.linear(policy.model(ids, use_cache=False).last_hidden_state, policy.get_output_embeddings().weight)
+    if not torch.allclose(policy(ids, use_cache=False).logits, plain, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            "draft: the policy's logits are not its hidden states times its output head (but with a bias, scale or soft cap); "
+            "training a draft for such a policy is not built yet: use one that was made elsewhere"
+        )
+
+
 def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]) -> Trainee:
     """An untrained draft for ``policy`` as ``speculation.training`` describes it.  Raises UserError where it cannot be."""
     training, config = speculation.training, policy.config.get_text_config()

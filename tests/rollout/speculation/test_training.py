@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from slipstream.core.mistakes import UserError
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.eagle3 import new_head
 from slipstream.rollout.speculation.training import (
@@ -21,6 +22,7 @@ from slipstream.rollout.speculation.training import (
     expected_acceptance,
     look,
     new_trainee,
+    require_plain_head,
     train,
 )
 
@@ -121,6 +123,16 @@ def test_a_draft_model_for_a_policy_that_names_the_kind_of_each_layer(
     new_trainee(speculation, policy, []).save(tmp_path)
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert (config.num_hidden_layers, config.layer_types) == (depth, ["full_attention"] * depth)
+
+
+def test_a_policy_whose_logits_are_more_than_its_output_head_is_refused(policy: Any) -> None:
+    """Granite divides them: the distribution that the draft would be taught is not the policy's."""
+    require_plain_head(policy)
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {key: getattr(policy.config, key) for key in keys}
+    scaled = GraniteForCausalLM(GraniteConfig(**shape, initializer_range=0.3, logits_scaling=4.0)).eval()
+    with pytest.raises(UserError, match="bias, scale or soft cap"):
+        require_plain_head(scaled)
 
 
 def test_a_rate_that_diverges_says_so(policy: Any, samples: list[Sample]) -> None:
