@@ -18,6 +18,7 @@ _MAY_CHANGE = (
     "schedule.steps", "schedule.max_idle_groups", "data.epochs", "checkpoint.", "monitor.", "cluster.",
     "rollout.engines", "rollout.max_num_seqs", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization",
     "rollout.tensor_parallel", "rollout.enforce_eager", "rollout.prefix_caching", "rollout.environment.timeout_s",
+    "rollout.speculation.tts.share_every_s",
     "reward.timeout_s", "reward.workers",
     "trainer.ranks", "trainer.zero_stage", "trainer.max_tokens_per_microbatch", "trainer.bucket_mib",
 )  # fmt: skip

@@ -146,11 +146,12 @@ async def save(controller: Controller) -> None:
         # Hashing and flushing gigabytes takes a while: on a thread, so that groups and the watch go on.
         async with _on_a_thread(write_checkpoint(controller.run_dir.checkpoints, step=step, keep=keep)) as folder:
             await controller.learners.save(str(folder / LEARNER))
+            parts = {"the learner": folder / LEARNER / "learner.json"}
             if controller.recipe.rollout.speculation.learns:
-                await controller.fleet.save_drafts(folder / DRAFTS)
-            if not (folder / LEARNER / "learner.json").exists():
+                parts |= await controller.fleet.save_drafts(folder / DRAFTS)
+            if elsewhere := [who for who, file in parts.items() if not file.exists()]:
                 raise UserError(
-                    f"{folder}: the learner wrote its part on another node; keep runs on a disk that all nodes share"
+                    f"{folder}: {', '.join(elsewhere)} wrote on another node; keep runs on a disk that all nodes share"
                 )
             (folder / FILE).write_text(json.dumps(state))
     except BaseException as problem:

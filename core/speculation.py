@@ -253,6 +253,9 @@ class Speculation(Section):
             found.append(("tts.enabled", "got true with greedy drafts, expected sample: probabilistic (and no universal)"))
         if self.rejection != "standard":
             found.append(("tts.enabled", f"got true with rejection {self.rejection}, expected standard"))
+        if self.method == "dflash" and self.tokens_by_batch:
+            why = "a head that drafts all its tokens at once drafts others when they are fewer, and its copy does not"
+            found.append(("tokens_by_batch", f"does not go with tts.enabled and method dflash: {why}; remove one"))
         if tensor_parallel > 1:
             found.append(
                 ("tts.enabled", f"got true with rollout.tensor_parallel = {tensor_parallel}, expected 1: not built yet")

@@ -243,10 +243,13 @@ class Updater:
     def new_policy(self, batch: int, refilled: bool = False) -> None:
         """The target has new weights: Adam's moments were of another loss; what counts as good may have moved.
 
-        ``refilled``: the engine's caches are filled anew, the draft's among them.
+        ``refilled``: the engine's caches are filled anew, the draft's among them.  After a resume the policy that comes first
+        is the one that the draft has learnt from.
         """
-        self.policy_batch = batch
         self._following.new_policy(refilled)
+        if batch == self.policy_batch:
+            return
+        self.policy_batch = batch
         self._optimizer = self._new_optimizer()
         self.watchdog.new_policy()
 

@@ -18,12 +18,13 @@ import ray
 
 from slipstream.cluster import controller as controller_module
 from slipstream.cluster import recovery, usage
-from slipstream.cluster.actors import EngineStats
+from slipstream.cluster.actors import EngineStats, RunPlace
 from slipstream.cluster.controller import Controller
 from slipstream.cluster.cursor import Cursor
 from slipstream.cluster.evaluation import EvalResult, score
 from slipstream.cluster.faults import cause, describe
 from slipstream.cluster.fixed import fixed_keys, require_same
+from slipstream.cluster.fleet import Fleet, Member
 from slipstream.cluster.flow import Flow
 from slipstream.cluster.group_codec import decode_group, encode_group
 from slipstream.cluster.idle import IdleGroups
@@ -42,6 +43,7 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.records import Group, Task, Trajectory, WeightVersion
 from slipstream.core.rundir import RunDirectory
 from slipstream.core.schema import Model, Recipe, Schedule
+from slipstream.core.speculation import Speculation, TestTimeSpeculation
 from slipstream.rollout import files
 from slipstream.rollout.failures import GradingError
 from slipstream.rollout.prompts import PromptTooLong
@@ -121,6 +123,48 @@ def test_a_resume_may_change_how_far_a_run_goes_and_not_what_it_learns(recipe: R
     other = recipe.model_copy(update={"seed": 1, "schedule": longer.model_copy(update={"group_size": 3})})
     with pytest.raises(ValueError, match=r"(?s)schedule.group_size: got 3, expected 8.*seed: got 1, expected 0.*start"):
         require_same(other, saved)
+
+
+def test_a_run_that_shares_its_drafts_may_go_on_with_one_engine(recipe: Recipe) -> None:
+    """Where it cannot share; two engines that learn otherwise could not be resumed on one."""
+    tts = TestTimeSpeculation(enabled=True, share_every_s=60.0)
+    speculation = Speculation(method="draft_model", draft="builtin:tiny", tts=tts)
+    rollout = recipe.rollout.model_copy(update={"engines": 2, "speculation": speculation})
+    saved = fixed_keys(recipe.model_copy(update={"rollout": rollout}))
+    alone = speculation.model_copy(update={"tts": tts.model_copy(update={"share_every_s": None})})
+    changed = rollout.model_copy(update={"engines": 1, "speculation": alone})
+    require_same(recipe.model_copy(update={"rollout": changed}), saved)
+
+
+@pytest.mark.parametrize("elsewhere", ["the learner", "engine 1"])
+def test_a_checkpoint_lacks_no_part_that_another_node_wrote(recipe: Recipe, tmp_path: Path, elsewhere: str) -> None:
+    """On a disk of its own; a resume would take the first engine's draft for the second's, without a word."""
+
+    async def write(who: str, file: Path) -> None:
+        if who != elsewhere:
+            file.parent.mkdir(parents=True)
+            file.write_text("{}")
+
+    def actor(index: int) -> Any:
+        return SimpleNamespace(
+            save_draft=SimpleNamespace(remote=lambda folder: write(f"engine {index}", folder / "draft.json"))
+        )
+
+    speculation = Speculation(method="draft_model", draft="builtin:tiny", tts=TestTimeSpeculation(enabled=True))
+    rollout = recipe.rollout.model_copy(update={"engines": 2, "speculation": speculation})
+    controller: Any = object.__new__(Controller)
+    controller.recipe = recipe.model_copy(update={"rollout": rollout})
+    controller.flow, controller.saved_batch = Flow(Schedule(), WeightVersion(1, 9)), None
+    controller.cursor = SimpleNamespace(epoch=0, position=0, skipped=0)
+    controller.scoring, controller.places = SimpleNamespace(coefficient=0.0), {}
+    controller.interrupted, controller.telemetry = [], SimpleNamespace(event=lambda *_, **__: None)
+    controller.run_dir = SimpleNamespace(checkpoints=tmp_path)
+    controller.learners = SimpleNamespace(save=lambda folder: write("the learner", Path(folder) / "learner.json"))
+    members = [Member(i, actor(i), "node", WeightVersion(1, 9)) for i in range(2)]
+    controller.fleet = Fleet(controller.recipe, RunPlace("r", "logs", ""), members)
+    with pytest.raises(UserError, match=f"{elsewhere} wrote on another node; keep runs on a disk"):
+        asyncio.run(recovery.save(controller))
+    assert not list(tmp_path.glob("step*"))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "folder"])

@@ -84,6 +84,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
             "lookahead",
             "got dynamic with tokens_by_batch",
         ),
+        (
+            "method: dflash, draft: d, tts: {enabled: true}, tokens_by_batch: [[1, 4, 4], [5, 64, 2]]",
+            "tokens_by_batch",
+            "does not go with tts.enabled and method dflash",
+        ),
         ("method: ngram, sample: greedy", "sample", "got greedy with method ngram, whose drafts are certain"),
         ("method: suffix, sample: probabilistic", "sample", "got probabilistic with method suffix"),
         ("method: draft_model, draft: d, lookup_min: 3", "lookup_min", "it acts only with ngram"),

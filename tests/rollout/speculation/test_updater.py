@@ -233,6 +233,10 @@ def test_a_saved_draft_goes_on_as_it_was(loop: Loop, tiny: Path, small_draft: Pa
     mine, theirs = (u._optimizer.state_dict()["state"] for u in (updater, again))
     assert mine.keys() == theirs.keys() and len(mine) > 5
     assert all(torch.equal(mine[i][part], theirs[i][part]) for i in mine for part in ("step", "exp_avg", "exp_avg_sq"))
+    again.new_policy(0)
+    assert again._optimizer.state and not again.watchdog.measuring, "a resume publishes the policy that it was saved with"
+    again.new_policy(1)
+    assert not again._optimizer.state and again.watchdog.measuring
     other.run(again, 10)
     assert again.refused is None and (again.updates, again.age) == (1, 6), "counters are the engine's, from its start"
 
