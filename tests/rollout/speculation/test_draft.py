@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.cluster import draft_run
-from slipstream.cluster.draft_run import train_draft
+from slipstream.cluster.draft_run import in_an_order, train_draft
 from slipstream.cluster.launch import RunFailed
 from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import load_recipe
@@ -147,3 +147,21 @@ def test_a_last_step_that_diverges_is_seen_too(tmp_path: Path, deep: Path, monke
 def test_a_draft_is_written(tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path, deep, monkeypatch, MODEL % "steps: 2")
     assert (tmp_path / "head" / "draft.json").is_file()
+
+
+def test_a_heads_vocabulary_is_of_what_it_is_trained_on(tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first response, of tokens 3 to 22, is held out; with its tokens in the vocabulary the figures would flatter."""
+    keys = ("vocabulary=20", "features=[0, 1, 3]", "steps=1", "batch_size=1")
+    made(tmp_path, deep, monkeypatch, *(f"rollout.speculation.training.{key}" for key in keys))
+    assert Eagle3Head.load(tmp_path / "head").target_ids_V.tolist() == list(range(13, 33))
+
+
+def test_responses_are_in_the_seeds_order_however_they_ended() -> None:
+    """Ascending ids would hold out the prompts that begin alike."""
+    samples = [Sample((3, token), 1) for token in range(40)]
+    one, other = list(samples), samples[::-1]
+    in_an_order(one, seed=1)
+    in_an_order(other, seed=1)
+    assert one == other != samples
+    in_an_order(other, seed=2)
+    assert one != other
