@@ -1,9 +1,10 @@
-"""Test-Time Speculation on SmolLM2-135M: a frozen EAGLE-3 head against one that learns while it serves, on the same responses.
+"""Test-Time Speculation on SmolLM2-135M: a frozen draft against one that learns while it serves, on the same responses.
 
 Replay: the policy's responses are recorded once, with the hidden states; every arm then replays them.  A token x of the
 policy's was accepted from a draft q with probability min(1, q(x) / p(x)) (speculative sampling is exact), so a replay gives
-the acceptance that the arm would have had, with the same random numbers for all arms.  The head is made by `slipstream draft
-train` on other, short responses.  EOS is not sampled, so that responses are long.
+the acceptance that the arm would have had, with the same random numbers for all arms.  The drafts, an
+EAGLE-3 head and a small model, are made by `slipstream draft train` on other, short responses.  EOS is not sampled, so that
+responses are long.
 
 acceptance_<arm>_<from>        expected tokens per round, in bins of 250 tokens of the response
 acceptance_gain_long           tts − frozen beyond 500 tokens, per prompt
@@ -14,7 +15,7 @@ acceptance_gain_after_drift    tts − frozen on responses of a policy that was 
 ..._model                      each of these with a small model as draft, the policy's first layers
 <gain>_mean, _standard_error   of each of these gains, over prompts
 drift_nats                     log-probability per token that the fine-tuning gave those responses
-repeated_share                 the other rounds
+repeated_share                 of the frozen draft's rounds, those with a drafted token that ends such a repetition
 update_s_<arm>                 seconds of one update of the head, and of the drafts before it (one thread)
 
 Live: two prompts, one request at a time, in the engine; responses go on past EOS.
@@ -65,10 +66,10 @@ def main() -> None:
     figures["acceptance_on_short_responses"].append(made[head_path.name]["length_after"])
     figures["acceptance_on_short_responses_model"].append(made[model_path.name]["length_after"])
     if not options.replay:
-        served = speculations(head_path, model_path)
-        live(tokenizer, served, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
+        arms = speculations(head_path, model_path)
+        live(tokenizer, arms, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
         if not quick:
-            live_batch(tokenizer, served, figures)
+            live_batch(tokenizer, arms, figures)
     if not options.live:
         embedding = policy.get_input_embeddings().weight
         drafts: Drafts = {"": lambda: HeadDrafter(head_path, embedding), "_model": lambda: ModelDrafter(model_path)}

@@ -12,8 +12,8 @@ from common import say
 from tts_policy import RECIPE, TEMPERATURE, TOKENS, encoded
 from tts_replay import ARMS
 
-PAIRS = {suffix: (f"tts{suffix}", f"frozen{suffix}") for suffix in ("", "_dynamic", "_model")}
-"""A draft that learns, and the same one frozen, by the suffix of their figures."""
+PAIRS = {suffix: (f"frozen{suffix}", f"tts{suffix}") for suffix in ("", "_dynamic", "_model")}
+"""A frozen draft, and the same one that learns, by the suffix of their figures."""
 
 
 def speculations(head_path: Path, model_path: Path) -> dict[str, dict[str, Any]]:
@@ -69,7 +69,7 @@ def record_speeds(figures: dict[str, list[float]], speeds: Mapping[str, Mapping[
     for mark, name in names.items():
         for arm in [arm for arm in speeds if arm != "none"]:
             figures[f"tokens_ratio_{arm}_vs_none_{name}"].append(speeds[arm][mark] / speeds["none"][mark])
-        for suffix, (learning, frozen) in PAIRS.items():
+        for suffix, (frozen, learning) in PAIRS.items():
             figures[f"tokens_ratio_vs_frozen{suffix}_{name}"].append(speeds[learning][mark] / speeds[frozen][mark])
 
 

@@ -1,4 +1,4 @@
-"""The policy of benchmarks/tts.py, the head that drafts for it, and responses of both the policy and a fine-tuned one."""
+"""The policy of benchmarks/tts.py, the drafts made for it, and responses of both the policy and a fine-tuned one."""
 
 from __future__ import annotations
 

@@ -107,24 +107,14 @@ class HeadDrafter:
         return unrolled.logits_KAV
 
     def advance(self, count: int) -> None:
-        from slipstream.rollout.speculation.context import Past
-
-        pairs = [(self._past.keys[0], self._new.keys[0]), (self._past.values[0], self._new.values[0])]
-        keys, values = (torch.cat([old, new[:count]]) for old, new in pairs)
-        self._past = Past((keys,), (values,), torch.zeros(len(keys), dtype=torch.long))
+        self._past = self._past.then(self._new, count)
 
 
 def context_of(response: Response, low: int, high: int, past: Any) -> Any:
     from slipstream.rollout.speculation.context import Context
 
     assert response.features_TF is not None
-    return Context(
-        next_ids_S=response.ids_T[low + 1 : high + 1],
-        features_SF=response.features_TF[low:high],
-        positions_S=torch.arange(low, high),
-        sequence_S=torch.zeros(high - low, dtype=torch.long),
-        past=past,
-    )
+    return Context.of_one(response.ids_T[low + 1 : high + 1], response.features_TF[low:high], low, past)
 
 
 class ModelDrafter:
@@ -201,9 +191,9 @@ def replay(
     """Rounds along the response.  The draft reads the context behind cached keys and values, as in the engine, and learns from
     the rows whose prefix was accepted, and the first rejected one, of all rounds since its last update."""
     from slipstream.rollout.speculation.loss import draft_loss, position_weights
+    from slipstream.rollout.speculation.training import in_draft
 
-    to_draft = torch.full((vocabulary,), -1)
-    to_draft[drafter.target_ids_V] = torch.arange(len(drafter.target_ids_V))
+    to_draft_W = in_draft(drafter.target_ids_V, vocabulary)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=arm.lr)
     draws = torch.rand(len(response.ids_T), generator=torch.Generator().manual_seed(response.prompt)).tolist()
     with torch.no_grad():
@@ -215,11 +205,11 @@ def replay(
         count, learns = min(most, end - at), arm.every > 0 and rounds >= arm.rest
         with torch.set_grad_enabled(learns):
             logits = drafter.logits(response, at, count) / TEMPERATURE
-        kept = acceptance(logits.detach(), response, at, to_draft)
+        chances_KA = acceptance(logits.detach(), response, at, to_draft_W)
         rows: list[tuple[int, int]] = []
         here = done = 0
         while here + TOKENS + 1 <= count and (done < arm.every or not arm.every):
-            chances = kept[:, here].tolist()
+            chances = chances_KA[:, here].tolist()
             held = next((k for k, chance in enumerate(chances) if draws[at + here + k + 2] >= chance), TOKENS)
             yield round_at(response, at + here + 1 - response.start, 1 + sum(accumulate(chances, mul)))
             rows += [(k, here) for k in range(min(held + 1, TOKENS))]
@@ -238,14 +228,13 @@ def replay(
         at += here
 
 
-def acceptance(logits_KAV: Tensor, response: Response, at: int, to_draft: Tensor) -> Tensor:
+def acceptance(logits_KAV: Tensor, response: Response, at: int, to_draft_W: Tensor) -> Tensor:
     """min(1, q / p) of the response's own token at each step from each anchor, ``[K, A]``."""
+    from slipstream.rollout.speculation.training import kept
+
     steps, anchors = logits_KAV.shape[:2]
     where = at + torch.arange(anchors)[None] + torch.arange(steps)[:, None] + 1  # position whose next token is drafted
-    tokens = to_draft[response.ids_T[where + 1]]
-    logq = logits_KAV.log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    ratio = (logq - response.logp_R[where - response.start]).exp().clamp(max=1.0)
-    return torch.where(tokens >= 0, ratio, torch.zeros(()))
+    return kept(logits_KAV, response.ids_T[where + 1], response.logp_R[where - response.start], to_draft_W)
 
 
 def replay_ngram(response: Response) -> Iterator[Round]:

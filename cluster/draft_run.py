@@ -54,7 +54,7 @@ class Made:
     path: Path
     parameters: int
     samples: int
-    tokens: int
+    response_tokens: int
     length_before: float
     length_after: float
     accepted: list[float]
@@ -86,7 +86,7 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
         path=path,
         parameters=sum(p.numel() for p in trainee.parameters()),
         samples=len(samples),
-        tokens=sum(len(sample.ids) - sample.prompt_length for sample in samples),
+        response_tokens=sum(len(sample.ids) - sample.prompt_length for sample in samples),
         length_before=1 + sum(before),
         length_after=1 + sum(accepted),
         accepted=accepted,
@@ -213,11 +213,11 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
             f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )
-    in_an_order(long_enough, recipe.seed)
+    shuffle_by_seed(long_enough, recipe.seed)
     return long_enough
 
 
-def in_an_order(samples: list[Sample], seed: int) -> None:
+def shuffle_by_seed(samples: list[Sample], seed: int) -> None:
     """In place: the seed's own, whatever the order in which they ended; those held out are the first."""
     samples.sort(key=lambda sample: sample.ids)
     Random(seed).shuffle(samples)

@@ -113,10 +113,10 @@ class Fleet:
         return await self.each("reading its counters", lambda m: m.actor.stats.remote())
 
     async def save_drafts(self, folder: Path) -> dict[str, Path]:
-        """Write down every engine's draft, one folder each; a file of each, by the name of who wrote it."""
+        """Write down every engine's draft; the folder of each, by the name of who wrote it."""
         folders = {m.index: folder / f"engine-{m.index}" for m in self.members}
         await self.each("saving its draft", lambda m: m.actor.save_draft.remote(folders[m.index]))
-        return {f"engine {index}": written / "draft.json" for index, written in folders.items()}
+        return {f"engine {index}": written for index, written in folders.items()}
 
     async def share_drafts(self) -> None:
         """Let every engine's draft go on from the average of all; the weights travel between the engines' actors alone."""

@@ -1,8 +1,8 @@
 """What the controller keeps in a checkpoint, and how an attempt begins: from nothing, or from the last checkpoint.
 
 ``controller.json``: version, data position, ledger, coefficient of the KL in the reward, the ready groups in full, and the
-tasks in flight (which are leased again under their own ids).  The learner's part is ``trainer.checkpoint``'s; both are
-published by one rename.
+tasks in flight (which are leased again under their own ids).  The learner's part is ``trainer.checkpoint``'s; drafts that learn
+are in ``drafts/``.  All are published by one rename.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def last_checkpoint(run: RunDirectory) -> Checkpoint:
 
 
 async def save(controller: Controller) -> None:
-    """One checkpoint of everything, published by one rename; called between two batches.  Nothing where this batch has one."""
+    """One checkpoint of everything, published by one rename; called between two batches.  Nothing where this batch has one.
+
+    Raises UserError where a part was written on another node's disk.
+    """
     flow, cursor = controller.flow, controller.cursor
     if controller.saved_batch == flow.learner.batch:
         return
@@ -149,7 +152,7 @@ async def save(controller: Controller) -> None:
             parts = {"the learner": folder / LEARNER / "learner.json"}
             if controller.recipe.rollout.speculation.learns:
                 parts |= await controller.fleet.save_drafts(folder / DRAFTS)
-            if elsewhere := [who for who, file in parts.items() if not file.exists()]:
+            if elsewhere := [who for who, part in parts.items() if not part.exists()]:
                 raise UserError(
                     f"{folder}: {', '.join(elsewhere)} wrote on another node; keep runs on a disk that all nodes share"
                 )

@@ -15,6 +15,8 @@ DRAFT_CAN_BE_MADE = ("draft_model", "eagle3")
 """Methods whose draft ``slipstream draft train`` can make."""
 STEPWISE = ("draft_model", "eagle3", "mtp")
 """Methods that draft one token after the other, so that fewer tokens take less time."""
+DRAWING = ("draft_model", "eagle3", "dflash", "mtp")
+"""Methods whose drafts can be drawn at temperature > 0; others propose one certain token, which is exact too."""
 LEARNING = ("draft_model", "eagle3", "dflash")
 """Methods whose draft Test-Time Speculation can train."""
 MOST_TOKENS = 128
@@ -50,7 +52,8 @@ class TestTimeSpeculation(Section):
     max_cost_share: Fraction = Field(0.15, description="share of the engine's time that updates may take; they wait beyond it")
     max_replica_kl: Rate = Field(1e-3, description="nats between the draft in the engine and its trainable copy, at the start")
     baseline_rounds: Positive = Field(
-        20, description="rounds that measure the draft at rest: first, after new weights, and after it was restored"
+        20,
+        description="rounds that measure the baseline: at rest first and after a restore, learning on after new weights",
     )
     share_every_s: Rate | None = Field(
         None, description="seconds between two averagings of the engines' drafts, by accepted tokens; default: never"
@@ -225,7 +228,7 @@ class Speculation(Section):
             found.append(("synthetic_length", "goes with rejection: synthetic, and only with it"))
         elif self.synthetic_length is not None and not 1 <= self.synthetic_length <= self.tokens + 1:
             found.append(("synthetic_length", f"got {self.synthetic_length:g}, expected 1 to tokens + 1 = {self.tokens + 1}"))
-        if self.sample is not None and self.method in ("ngram", "suffix", "medusa"):
+        if self.sample is not None and self.method not in DRAWING:
             text = f"got {self.sample} with method {self.method}, whose drafts are certain, not drawn; remove it"
             found.append(("sample", text))
         if self.universal and self.sample == "probabilistic":

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: repairs of its CPU build, and our weight-transfer engine.
+"""What runs inside vLLM's worker process: repairs of its CPU build, our weight-transfer engines, and the tap on drafts.
 
 vLLM imports this module by the name of ``WorkerExtension`` before it loads the model.  ``WeightTransferEngine`` objects are
 built after that, so registering ours at import is early enough.
@@ -175,6 +175,33 @@ def make_student(method: str, folder: Path, runner: RunnerV1, train: Literal["al
     return DraftModelStudent(folder, device, train=train, frozen=borrowed.keys())
 
 
+def make_updater(
+    runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, watched: int, state: str | None
+) -> Updater:
+    """What teaches the draft that ``runner`` has loaded from ``folder``; ``state`` is a folder of ``Updater.save``."""
+    chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
+    student = make_student(method, Path(folder), runner, chosen.train, tokens)
+
+    def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        runner.draft.load_weights((name, weight.to(runner.dtype)) for name, weight in weights)
+        if current_platform.is_cpu():
+            repack(runner.draft, but=runner.target)
+
+    updater = Updater(
+        chosen,
+        student,
+        placement_on(runner.device),
+        publish,
+        lambda: runner.busy_s,
+        tokens=tokens,
+        max_length=runner.max_length,
+        watched=watched,
+    )
+    if state is not None:
+        updater.load(Path(state))
+    return updater
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker.  Importing it brings the repairs and the engines above into that process; its methods are
     called by name (``Engine``), so they carry ours."""
@@ -196,36 +223,11 @@ class WorkerExtension:
         if not (current_platform.is_cpu() or learning or most):
             return False
         runner = RunnerV1(self.model_runner)
-        updater = self.slipstream_updater(runner, **learning) if learning else None
+        updater = make_updater(runner, **learning) if learning else None
         self.slipstream_tap = Tap(runner, response_limit, updater, Lookahead(most) if most else None)
         if updater is not None:
             runner.measure()  # around everything that the tap does
         return True
-
-    def slipstream_updater(
-        self, runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, watched: int, state: str | None
-    ) -> Updater:
-        chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
-        student = make_student(method, Path(folder), runner, chosen.train, tokens)
-
-        def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            runner.draft.load_weights((name, weight.to(runner.dtype)) for name, weight in weights)
-            if current_platform.is_cpu():
-                repack(runner.draft, but=runner.target)
-
-        updater = Updater(
-            chosen,
-            student,
-            placement_on(runner.device),
-            publish,
-            lambda: runner.busy_s,
-            tokens=tokens,
-            max_length=runner.max_length,
-            watched=watched,
-        )
-        if state is not None:
-            updater.load(Path(state))
-        return updater
 
     def slipstream_new_policy(self, batch: int, refilled: bool) -> None:
         """The target holds the weights of another batch from now on; ``refilled``: caches are filled anew."""

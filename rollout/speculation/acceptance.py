@@ -80,7 +80,7 @@ class Learning:
     ``postponed`` rounds had an update due that would have cost too much; ``update_s`` of the engine's ``busy_s`` seconds went
     into updates; ``loss`` is the last one's (nan before the first); ``learned_batch`` was the policy's batch then, and
     ``policy_batch`` is what it is now, in this engine.
-    ``baseline`` is the acceptance length of the draft at rest, nan until it is measured.
+    ``baseline`` is the acceptance length that the watchdog compares with, nan until it is measured.
     """
 
     updates: int

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from slipstream.core.mistakes import UserError
 from slipstream.core.section import Problems
 from slipstream.core.speculation import LEARNING, Speculation
+from slipstream.rollout.speculation.folders import Place, not_finite, parameters, shapes
 from slipstream.rollout.speculation.following import capacity
-from slipstream.rollout.speculation.head_checks import ARCHITECTURES, Place, of_head, of_medusa, parameters, shapes
+from slipstream.rollout.speculation.head_checks import ARCHITECTURES, of_head, of_medusa
 from slipstream.rollout.speculation.head_student import head_prefix_bytes, twin
 from slipstream.rollout.speculation.student import prefix_bytes
 
@@ -168,14 +169,9 @@ def _of_memory(speculation: Speculation, target: Place, draft: Place, max_length
 
 
 def _of_numbers(folder: Path) -> Problems:
-    """Tensor by tensor, so that no more than one is in memory."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
-                    return [("draft", f"{folder} has NaN or infinity in {name}, expected finite weights: it was saved broken")]
-    return []
+    if (broken := not_finite(folder)) is None:
+        return []
+    return [("draft", f"{folder} has NaN or infinity in {broken}, expected finite weights: it was saved broken")]
 
 
 def _of_vocabulary(speculation: Speculation, target: Place, draft: Place) -> Problems:

@@ -1,7 +1,8 @@
 """What a head on the target's hidden states drafts from, and how its twin is asked.
 
 Shapes: S context positions and A anchors, of any number of sequences in one row; P positions before them whose keys and values
-are known; M = P + S; K draft tokens; H hidden size, F target features; N KV heads of D; V the head's own (draft) vocabulary.
+are known; M = P + S; K draft tokens; H hidden size, F target features; N KV heads of D; V the head's own (draft) vocabulary,
+W the target's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ class Past:
     values: tuple[Float[Tensor, "P N D"], ...]
     sequence_P: Int[Tensor, " P"]
 
+    def then(self, new: Past, count: int | None = None) -> Past:
+        """These positions and the first ``count`` of ``new``, all by default."""
+
+        def joined(known: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.cat([a, b[:count]]) for a, b in zip(known, more, strict=True))
+
+        sequence_P = torch.cat([self.sequence_P, new.sequence_P[:count]])
+        return Past(joined(self.keys, new.keys), joined(self.values, new.values), sequence_P)
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -36,6 +46,14 @@ class Context:
     positions_S: Int[Tensor, " S"]
     sequence_S: Int[Tensor, " S"]
     past: Past | None = None
+
+    @classmethod
+    def of_one(
+        cls, next_ids_S: Int[Tensor, " S"], features_SF: Float[Tensor, "S F"], first: int = 0, past: Past | None = None
+    ) -> Context:
+        """One sequence, its entries at the positions from ``first`` on."""
+        positions_S = torch.arange(first, first + len(next_ids_S), device=next_ids_S.device)
+        return cls(next_ids_S, features_SF, positions_S, torch.zeros_like(positions_S), past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +79,7 @@ def visible(context: Context) -> Bool[Tensor, "S M"]:
     return earlier & (mine[:, None] == known[None])
 
 
-def embedded(ids: Int[Tensor, " *n"], embedding: Float[Tensor, "V H"]) -> Float[Tensor, "*n H"]:
+def embedded(ids: Int[Tensor, " *n"], embedding: Float[Tensor, "W H"]) -> Float[Tensor, "*n H"]:
     """Rows of the target's embedding, which may be of half precision where a twin is of float32."""
     return F.embedding(ids, embedding).float()
 

@@ -26,6 +26,11 @@ UNSUPPORTED = {"norm_before_fc": False, "fc_norm": False, "attention_bias": Fals
 """Variants of the head that the twin does not have, and the only value of each that it takes."""
 
 
+def default_layer_ids(layers: int) -> tuple[int, int, int]:
+    """The layers that vLLM's head reads of a target of so many, where its checkpoint names none: the *inputs* of each."""
+    return 2, layers // 2, layers - 3
+
+
 class Eagle3Head(nn.Module):
     """One Llama layer over [embedding of the next token; features of this one], unrolled over its own outputs.
 
@@ -34,6 +39,8 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        if getattr(config, "draft_vocab_size", None) is None:  # it drafts all of the target's tokens
+            config.draft_vocab_size = config.vocab_size
         if problems := _problems(config):
             raise ValueError(f"EAGLE-3 head: {'; '.join(problems)}")
         self.config = config
@@ -210,8 +217,6 @@ def _problems(config: LlamaConfig) -> list[str]:
     found = []
     if not getattr(config, "eagle_aux_hidden_state_layer_ids", None):
         found.append("config.json lacks eagle_aux_hidden_state_layer_ids, the target's layers whose inputs are its features")
-    if getattr(config, "draft_vocab_size", None) is None:
-        config.draft_vocab_size = config.vocab_size
     if config.num_hidden_layers != 1:
         found.append(f"num_hidden_layers: got {config.num_hidden_layers}, expected 1")
     for key, only in UNSUPPORTED.items():

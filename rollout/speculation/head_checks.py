@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from slipstream.core.section import Problems
 from slipstream.core.speculation import Speculation
+from slipstream.rollout.speculation.eagle3 import default_layer_ids
+from slipstream.rollout.speculation.folders import Place, Shapes, parameters, shapes, tensor_of
 from slipstream.rollout.speculation.head_student import twin, unsupported
 
 ARCHITECTURES = {
@@ -40,24 +41,6 @@ _OTHER_NAMES = {
 """What vLLM renames when it loads, to the twin's names."""
 _OWN_OR_THE_TARGETS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _IDS = "eagle_aux_hidden_state_layer_ids"
-
-Place = tuple[Path, dict[str, Any]]
-"""A model's folder and its config."""
-Shapes = dict[str, tuple[int, ...]]
-
-
-def shapes(folder: Path) -> Shapes:
-    """Of all tensors of a folder's safetensors, read off their headers."""
-    found: Shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
-
-
-def parameters(folder: Path) -> int:
-    """Elements of all tensors of a folder's safetensors."""
-    return sum(map(math.prod, shapes(folder).values()))
 
 
 def of_head(speculation: Speculation, target: Place, draft: Place) -> Problems:
@@ -105,7 +88,7 @@ def _eagle3(own: dict[str, Any], target: dict[str, Any]) -> list[str]:
     layers = target.get("num_hidden_layers", sys.maxsize)
     ids = own.get(_IDS) or special.get(_IDS)
     if ids is None or ids == []:
-        ids = [2, layers // 2, layers - 3]
+        ids = [*default_layer_ids(layers)]
         if ids != sorted({*ids} & {*range(layers)}):
             return [f"lacks {_IDS}, and vLLM's default {ids} are not three different ones of the target's {layers} layers"]
     expected = own.get("num_aux_hidden_states") or len(special.get(_IDS) or ()) or 3
@@ -157,7 +140,7 @@ def _of_tensors(draft: Place, speculation: Speculation, *, fitting: bool) -> lis
     (folder, own), method = draft, speculation.method
     there, found = shapes(folder), []
     if "d2t" in there and own.get("vocab_size") is not None:
-        mapped = _tensor(folder, "d2t").long()
+        mapped = tensor_of(folder, "d2t").long()
         targets = mapped + torch.arange(len(mapped))
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < own["vocab_size"]:
             span = f"{int(targets.min())} to {int(targets.max())}"
@@ -204,14 +187,6 @@ def _twins_name(method: str, name: str) -> str:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
-
-
-def _tensor(folder: Path, name: str) -> torch.Tensor:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                return file.get_tensor(name)
-    raise KeyError(name)
 
 
 def _of_size(target: Path, folder: Path) -> Problems:

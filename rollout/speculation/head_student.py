@@ -92,14 +92,9 @@ class HeadStudent:
         if prefix.layers:
             none = torch.zeros(prefix.length, dtype=torch.long, device=self._device)
             past = Past(tuple(k for k, _ in prefix.layers), tuple(v for _, v in prefix.layers), none)
-        positions_S = torch.arange(first, end, device=self._device)
-        return Context(
-            next_ids_S=sent(request.tokens[first + 1 : end + 1], self._device),
-            features_SF=request.features[first - request.features_from : end - request.features_from],
-            positions_S=positions_S,
-            sequence_S=torch.zeros_like(positions_S),
-            past=past,
-        )
+        next_ids_S = sent(request.tokens[first + 1 : end + 1], self._device)
+        features_SF = request.features[first - request.features_from : end - request.features_from]
+        return Context.of_one(next_ids_S, features_SF, first, past)
 
     def _keep(self, request: Followed, unrolled: Unrolled, end: int) -> None:
         """The new positions' keys and values become part of the prefix."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.speculation import Speculation
-
-_DRAWS = ("draft_model", "eagle3", "dflash", "mtp")
-"""Methods of vLLM whose drafts can be drawn at temperature > 0; the others propose one certain token, which is exact too."""
+from slipstream.core.speculation import DRAWING, Speculation
 
 
 def speculative_config(speculation: Speculation, draft: Path | None, tensor_parallel: int) -> dict[str, Any] | None:
@@ -23,7 +20,7 @@ def speculative_config(speculation: Speculation, draft: Path | None, tensor_para
     }
     if draft is not None:
         config["model"] = str(draft)
-    if method in _DRAWS:
+    if method in DRAWING:
         config["draft_sample_method"] = speculation.draws
     if method == "draft_model":
         config["draft_tensor_parallel_size"] = tensor_parallel

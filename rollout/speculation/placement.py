@@ -1,6 +1,7 @@
 """Where the draft learns: on a CUDA stream of its own beside the engine's, or, where there is none, between two rounds.
 
-What belongs to the engine is copied on the engine's stream; what the student makes is touched ``aside`` only.
+What belongs to the engine is copied on the engine's stream; what the student makes is touched ``aside`` only
+while an update may run, and from either side after ``join``.
 """
 
 from __future__ import annotations

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from slipstream.rollout.speculation.placement import sent
+
 
 @dataclass(slots=True)
 class Lesson:
     """What one round taught about one request: rows k = 1.. whose draft prefix was accepted, the first rejected one included.
 
-    Row k, over the draft's vocabulary, predicts the token at ``start`` + k, of the request's tokens those before it; logits are
-    divided by the temperature.
+    Row k, over the draft's vocabulary, predicts the token at position ``start`` + k from those before it; logits are divided
+    by the temperature.
     """
 
     start: int
@@ -28,8 +30,9 @@ class Lesson:
 
 @dataclass(slots=True)
 class Prefix:
-    """Keys and values that the draft has computed for the first ``length`` tokens of one request: per layer, [H, length, D].
+    """Keys and values that the draft has computed for the first ``length`` tokens of one request, per layer.
 
+    ``[N, length, D]`` of a whole model, ``[length, N, D]`` of a head (as in ``Past``): N key-value heads of D.
     They stay as the weights of their time made them, in the engine as here.
     """
 
@@ -162,18 +165,12 @@ class DraftModelStudent:
 
     def _forward(self, prefixes: Sequence[Prefix], tokens: Sequence[Sequence[int]], logits_to_keep: int) -> Tensor:
         """One batch: prefixes are padded on the left, new tokens on the right, where causality hides the padding."""
-        past, new = max(p.length for p in prefixes), max(len(t) for t in tokens)
-        ids = torch.zeros(len(prefixes), new, dtype=torch.long)
-        mask = torch.zeros(len(prefixes), past + new, dtype=torch.long)
-        for row, (prefix, row_ids) in enumerate(zip(prefixes, tokens, strict=True)):
-            ids[row, : len(row_ids)] = torch.tensor(row_ids)
-            mask[row, past - prefix.length :] = 1
-        positions = torch.arange(new)[None] + torch.tensor([p.length for p in prefixes])[:, None]
+        past, new = max(prefix.length for prefix in prefixes), max(map(len, tokens))
         cache = self._cache(prefixes, past)
         output = self.model(
-            input_ids=ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            position_ids=positions.to(self._device),
+            input_ids=sent([[*row, *[0] * (new - len(row))] for row in tokens], self._device),
+            attention_mask=sent([[0] * (past - p.length) + [1] * (p.length + new) for p in prefixes], self._device),
+            position_ids=sent([[*range(p.length, p.length + new)] for p in prefixes], self._device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.core.mistakes import UserError
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.context import Context
-from slipstream.rollout.speculation.eagle3 import Eagle3Head, new_head
+from slipstream.rollout.speculation.eagle3 import Eagle3Head, default_layer_ids, new_head
 from slipstream.rollout.speculation.loss import draft_loss, position_weights
 
 
@@ -79,7 +79,7 @@ class Trainee(Protocol):
         ...
 
 
-class DraftModel:
+class DraftModelTrainee:
     """A small causal language model with the policy's vocabulary.  A later step is the first step of a later anchor."""
 
     layer_ids: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class DraftModel:
         self.model.save_pretrained(folder)
 
 
-class Eagle3:
+class Eagle3Trainee:
     """An EAGLE-3 head on the policy's embedding."""
 
     unrolls = True
@@ -116,14 +116,8 @@ class Eagle3:
     def drafts(self, seen: Seen, steps: int) -> tuple[Tensor, Tensor]:
         """The anchor at position t has the features of t and the token t + 1; its first draft is of token t + 2."""
         assert seen.features_TF is not None
-        length = len(seen.ids_T)
-        context = Context(
-            next_ids_S=seen.ids_T[1:],
-            features_SF=seen.features_TF[:-1],
-            positions_S=torch.arange(length - 1),
-            sequence_S=torch.zeros(length - 1, dtype=torch.long),
-        )
-        anchors_A = torch.arange(seen.prompt_length - 1, length - 1 - steps)
+        context = Context.of_one(seen.ids_T[1:], seen.features_TF[:-1])
+        anchors_A = torch.arange(seen.prompt_length - 1, len(seen.ids_T) - 1 - steps)
         drafts_AJ = seen.ids_T[anchors_A[:, None] + 2 + torch.arange(steps - 1)]
         return self.head(context, self._embedding, anchors_A, drafts_AJ).logits_KAV, anchors_A + 1
 
@@ -161,12 +155,12 @@ def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]
     require_trainable(speculation, config)
     if speculation.method == "eagle3":
         ids = frequent_tokens(samples, config.vocab_size, training.vocabulary)
-        return Eagle3(
+        return Eagle3Trainee(
             new_head(policy, _features(training.features, config.num_hidden_layers), ids),
             policy.get_input_embeddings().weight,
         )
     if training.first_layers is not None:
-        return DraftModel(first_layers(policy, training.first_layers))
+        return DraftModelTrainee(first_layers(policy, training.first_layers))
     torch.manual_seed(0)
     smaller = copy.deepcopy(policy.config)
     smaller.update(
@@ -179,7 +173,7 @@ def new_trainee(speculation: Speculation, policy: Any, samples: Sequence[Sample]
             "head_dim": training.hidden_size // training.heads,
         }
     )
-    return DraftModel(AutoModelForCausalLM.from_config(smaller, dtype=torch.float32))
+    return DraftModelTrainee(AutoModelForCausalLM.from_config(smaller, dtype=torch.float32))
 
 
 def first_layers(policy: Any, count: int) -> Any:
@@ -200,7 +194,7 @@ def _depth(config: Any, count: int) -> dict[str, Any]:
 
 def _features(given: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
     """Layers whose inputs an EAGLE-3 head reads: an early, a middle and a late one, as vLLM's default."""
-    chosen = given or (2, layers // 2, layers - 3)
+    chosen = given or default_layer_ids(layers)
     if list(chosen) != sorted({*chosen} & {*range(layers)}):
         raise UserError(
             f"rollout.speculation.training.features: got {list(chosen)}, expected three different ones of the policy's layers "
@@ -277,20 +271,35 @@ def expected_acceptance(trainee: Trainee, policy: Any, seen: Sequence[Seen], set
     makes the product along a sample an unbiased estimate (Leviathan et al. 2023, arXiv 2211.17192).
     """
     head_VH = policy.get_output_embeddings().weight
-    to_draft = torch.full((len(head_VH),), -1)
-    to_draft[trainee.target_ids_V] = torch.arange(len(trainee.target_ids_V))
-    kept = torch.cat([_kept(trainee, one, head_VH, to_draft, settings) for one in seen], dim=1)
-    return kept.cumprod(dim=0).mean(dim=1).tolist()
+    to_draft_W = in_draft(trainee.target_ids_V, len(head_VH))
+    chances_KA = torch.cat([_chances(trainee, one, head_VH, to_draft_W, settings) for one in seen], dim=1)
+    return chances_KA.cumprod(dim=0).mean(dim=1).tolist()
 
 
-def _kept(trainee: Trainee, seen: Seen, head_VH: Tensor, to_draft: Tensor, settings: Settings) -> Float[Tensor, "K A"]:
-    """min(1, q / p) of the sample's own token at each step from each anchor; 0 for what the draft cannot say."""
+def _chances(trainee: Trainee, seen: Seen, head_VH: Tensor, to_draft_W: Tensor, settings: Settings) -> Float[Tensor, "K A"]:
+    """Of the sample's own token being kept, at each step from each anchor."""
     logits_KAV, anchors_A = trainee.drafts(seen, settings.tokens)
     at_KA = anchors_A + torch.arange(settings.tokens)[:, None]
     tokens_KA = seen.ids_T[at_KA + 1]
     logp_TV = (F.linear(seen.final_TH[anchors_A[0] :], head_VH) / settings.temperature).log_softmax(-1)
     logp_KA = logp_TV[at_KA - anchors_A[0]].gather(-1, tokens_KA[..., None])[..., 0]
-    draft_KA = to_draft[tokens_KA]
-    logq_KAV = (logits_KAV / settings.temperature).log_softmax(-1)
-    logq_KA = logq_KAV.gather(-1, draft_KA.clamp(min=0)[..., None])[..., 0]
+    return kept(logits_KAV / settings.temperature, tokens_KA, logp_KA, to_draft_W)
+
+
+def in_draft(target_ids_V: Int[Tensor, " V"], vocabulary: int) -> Int[Tensor, " W"]:
+    """The draft's id of each of the target's ``vocabulary`` tokens, −1 for those that it cannot say."""
+    to_draft_W = torch.full((vocabulary,), -1)
+    to_draft_W[target_ids_V] = torch.arange(len(target_ids_V))
+    return to_draft_W
+
+
+def kept(
+    logits_KAV: Float[Tensor, "K A V"], tokens_KA: Int[Tensor, "K A"], logp_KA: Float[Tensor, "K A"], to_draft_W: Tensor
+) -> Float[Tensor, "K A"]:
+    """min(1, q / p) of tokens that the target wrote with log-probability ``logp_KA``; 0 for what the draft cannot say.
+
+    ``logits_KAV`` are the draft's, at the sampling temperature; ``to_draft_W`` is of ``in_draft``.
+    """
+    draft_KA = to_draft_W[tokens_KA]
+    logq_KA = logits_KAV.log_softmax(-1).gather(-1, draft_KA.clamp(min=0)[..., None])[..., 0]
     return torch.where(draft_KA >= 0, (logq_KA - logp_KA).exp().clamp(max=1.0), torch.zeros(()))

@@ -316,6 +316,7 @@ class Updater:
         self._publish(self._student.weights())
 
     def report(self) -> dict[str, Any]:
+        """``refused``, and the fields of ``Learning``."""
         return {
             "refused": self.refused,
             "updates": self.updates,
@@ -326,7 +327,6 @@ class Updater:
             "update_s": self.update_s,
             "busy_s": self._busy_s(),
             "baseline": self.watchdog.baseline,
-            "average": self.watchdog.average,
             "policy_batch": self.policy_batch,
             "learned_batch": self.learned_batch,
         }

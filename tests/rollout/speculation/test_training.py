@@ -15,8 +15,8 @@ from slipstream.core.mistakes import UserError
 from slipstream.core.speculation import Speculation
 from slipstream.rollout.speculation.eagle3 import new_head
 from slipstream.rollout.speculation.training import (
-    DraftModel,
-    Eagle3,
+    DraftModelTrainee,
+    Eagle3Trainee,
     Sample,
     Settings,
     expected_acceptance,
@@ -62,8 +62,8 @@ def settings(steps: int = 60, tokens: int = 3) -> Settings:
 
 def trainee(kind: str, policy: Any) -> Any:
     if kind == "draft_model":
-        return DraftModel(llama(1, seed=5))
-    return Eagle3(new_head(policy, (1, 2, 3), torch.arange(2, VOCABULARY)), policy.get_input_embeddings().weight)
+        return DraftModelTrainee(llama(1, seed=5))
+    return Eagle3Trainee(new_head(policy, (1, 2, 3), torch.arange(2, VOCABULARY)), policy.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
@@ -81,14 +81,14 @@ def test_training_lowers_the_loss_and_raises_the_acceptance_of_samples_it_has_no
 
 
 def test_the_policy_as_its_own_draft_is_always_accepted(policy: Any, samples: list[Sample]) -> None:
-    draft = DraftModel(policy)
+    draft = DraftModelTrainee(policy)
     seen = [look(policy, sample, ()) for sample in samples[:3]]
     assert expected_acceptance(draft, policy, seen, settings()) == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
 
 
 def test_acceptance_is_the_product_of_min_1_q_over_p_along_the_sample(policy: Any, samples: list[Sample]) -> None:
     """Worked out position by position for a draft model over two steps, with nothing shared but the models."""
-    draft, sample = DraftModel(llama(1, seed=5)), samples[0]
+    draft, sample = DraftModelTrainee(llama(1, seed=5)), samples[0]
     with torch.no_grad():
         ids = torch.tensor(sample.ids)
         p, q = (F.softmax(m(ids[None]).logits[0], -1) for m in (policy, draft.model))
@@ -136,7 +136,7 @@ def test_a_policy_whose_logits_are_more_than_its_output_head_is_refused(policy: 
 
 
 def test_a_rate_that_diverges_says_so(policy: Any, samples: list[Sample]) -> None:
-    draft = DraftModel(llama(1, seed=5))
+    draft = DraftModelTrainee(llama(1, seed=5))
     with torch.no_grad():
         next(draft.parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="step 0 is nan; lower lr"):

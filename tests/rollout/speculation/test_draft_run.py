@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.cluster import draft_run
-from slipstream.cluster.draft_run import in_an_order, train_draft
+from slipstream.cluster.draft_run import shuffle_by_seed, train_draft
 from slipstream.cluster.launch import RunFailed
 from slipstream.core.mistakes import UserError
 from slipstream.core.recipe import load_recipe
@@ -47,7 +47,7 @@ def test_a_draft_is_made_and_says_how_good_it_is(tmp_path: Path, deep: Path) -> 
     done = draft_train(tmp_path, deep)
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "head" / "draft.json").read_text())
-    assert made["samples"] >= 24 and made["tokens"] > 10 * made["samples"]
+    assert made["samples"] >= 24 and made["response_tokens"] > 10 * made["samples"]
     assert 1.0 < made["length_before"] < made["length_after"]
     assert f"expected acceptance length {made['length_before']:.2f} → {made['length_after']:.2f}" in done.stdout
     head = Eagle3Head.load(tmp_path / "head")
@@ -160,8 +160,8 @@ def test_responses_are_in_the_seeds_order_however_they_ended() -> None:
     """Ascending ids would hold out the prompts that begin alike."""
     samples = [Sample((3, token), 1) for token in range(40)]
     one, other = list(samples), samples[::-1]
-    in_an_order(one, seed=1)
-    in_an_order(other, seed=1)
+    shuffle_by_seed(one, seed=1)
+    shuffle_by_seed(other, seed=1)
     assert one == other != samples
-    in_an_order(other, seed=2)
+    shuffle_by_seed(other, seed=2)
     assert one != other
