@@ -76,9 +76,9 @@ def _dispatch_keeping_weight(layer: torch.nn.Module, remove_weight: bool) -> Non
     _dispatch(layer, remove_weight=False)
 
 
-def repack(model: torch.nn.Module, *, but: torch.nn.Module | None = None) -> None:
-    """Pack every linear layer's weight for the CPU kernels again, tied heads included; those of ``but`` have not changed."""
-    unchanged = set(but.modules()) if but is not None else set()
+def repack(model: torch.nn.Module, *, but: Iterable[torch.nn.Module] = ()) -> None:
+    """Pack every linear layer's weight for the CPU kernels again, tied heads included; those in ``but`` have not changed."""
+    unchanged = {module for one in but for module in one.modules()}
     for module in model.modules():
         if (
             module not in unchanged
@@ -175,6 +175,10 @@ def make_student(method: str, folder: Path, runner: RunnerV1, train: Literal["al
     return DraftModelStudent(folder, device, train=train, frozen=borrowed.keys())
 
 
+_OF_THE_OUTPUT_HEAD = ("lm_head.weight", "embed_tokens.weight")
+"""Weights that it is packed from: its own, or those of the embedding that it is tied to."""
+
+
 def make_updater(
     runner: RunnerV1, method: str, settings: dict[str, Any], folder: str, tokens: int, watched: int, state: str | None
 ) -> Updater:
@@ -182,10 +186,15 @@ def make_updater(
     chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
     student = make_student(method, Path(folder), runner, chosen.train, tokens)
 
+    unchanged = [runner.target]
+    head = runner.output_head
+    if head is not None and not any(name.endswith(_OF_THE_OUTPUT_HEAD) for name, _ in student.weights()):
+        unchanged.append(head)
+
     def publish(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         runner.draft.load_weights((name, weight.to(runner.dtype)) for name, weight in weights)
         if current_platform.is_cpu():
-            repack(runner.draft, but=runner.target)
+            repack(runner.draft, but=unchanged)
 
     updater = Updater(
         chosen,

@@ -86,6 +86,11 @@ class RunnerV1:
         return self._runner.get_draft_model()
 
     @property
+    def output_head(self) -> torch.nn.Module | None:
+        """The draft's, where it has one by vLLM's usual name."""
+        return getattr(self.draft, "lm_head", None)
+
+    @property
     def max_length(self) -> int:
         return self._runner.max_model_len
 
