@@ -66,9 +66,10 @@ def main() -> None:
     figures["acceptance_on_short_responses"].append(made[head_path.name]["length_after"])
     figures["acceptance_on_short_responses_model"].append(made[model_path.name]["length_after"])
     if not options.replay:
-        arms = speculations(head_path, model_path)
-        live(tokenizer, arms, figures, (400,) if quick else (400, 1000), (3,) if quick else (2, 3))
-        if not quick:
+        arms = {arm: keys for arm, keys in speculations(head_path, model_path).items() if arm in (options.arms or [arm])}
+        numbers = options.prompts or ([3] if quick else [2, 3])
+        live(tokenizer, arms, figures, (400,) if quick else (400, 1000), numbers)
+        if not (quick or options.prompts):
             live_batch(tokenizer, arms, figures)
     if not options.live:
         embedding = policy.get_input_embeddings().weight
@@ -79,13 +80,15 @@ def main() -> None:
         record_spread(figures)
     setup = {"model": "SmolLM2-135M-Instruct", "drafts": made, "tokens": TOKENS, "temperature": TEMPERATURE}
     part = "_replay" if options.replay else "_live" if options.live else ""
-    finish(f"tts{part}", figures, quick, **setup)
+    finish(f"tts{part}{'_some' if options.arms or options.prompts else ''}", figures, quick, **setup)
 
 
 def extend(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--replay", action="store_true", help="nothing live")
     parts.add_argument("--live", action="store_true", help="no replay")
+    parser.add_argument("--arms", nargs="+", help="of the live part (default: all); `none` must be among them")
+    parser.add_argument("--prompts", nargs="+", type=int, help="of the live part, 0 to 5 (default: 2 and 3), and no batch")
 
 
 def replay_own(

@@ -70,6 +70,8 @@ def record_speeds(figures: dict[str, list[float]], speeds: Mapping[str, Mapping[
         for arm in [arm for arm in speeds if arm != "none"]:
             figures[f"tokens_ratio_{arm}_vs_none_{name}"].append(speeds[arm][mark] / speeds["none"][mark])
         for suffix, (frozen, learning) in PAIRS.items():
+            if frozen not in speeds or learning not in speeds:
+                continue
             figures[f"tokens_ratio_vs_frozen{suffix}_{name}"].append(speeds[learning][mark] / speeds[frozen][mark])
 
 
