@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import tempfile
@@ -41,6 +42,8 @@ from slipstream.rollout.speculation.training import (
 )
 from slipstream.rollout.tasks import open_source
 from slipstream.trainer.model import context_limit, eos_token_ids, load_policy, load_tokenizer, resolve_model
+
+log = logging.getLogger("slipstream")
 
 Progress = Callable[[str, int, int, float | None], None]
 """What is being done, how far it is, of how much, and the loss where there is one."""
@@ -213,6 +216,8 @@ async def _sample(recipe: Recipe, model_path: Path, progress: Progress) -> list[
             f"draft: of {len(samples)} responses {len(long_enough)} have {shortest} tokens or more, expected at least 2; lower "
             "rollout.speculation.tokens, or raise rollout.speculation.training.samples"
         )
+    if short := len(samples) - len(long_enough):
+        log.warning("%d of %d responses are left out: they have fewer than %d tokens", short, len(samples), shortest)
     shuffle_by_seed(long_enough, recipe.seed)
     return long_enough
 

@@ -13,7 +13,7 @@ from slipstream.core.mistakes import UserError, did_you_mean, siblings
 from slipstream.core.recipe_problems import gathered
 from slipstream.core.schema import Data, Recipe
 from slipstream.core.section import Problems
-from slipstream.core.speculation import DRAFT_CAN_BE_MADE, Speculation
+from slipstream.core.speculation import DRAFT_CAN_BE_MADE, WITH_DRAFT, Speculation
 from slipstream.rollout.rewards import require_gradable
 from slipstream.rollout.rows import Row
 from slipstream.rollout.tasks import is_file, look_at_source
@@ -72,15 +72,16 @@ def _models(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _require_draft(speculation: Speculation, to_come: bool) -> None:
     draft, method = speculation.draft, speculation.method
-    if draft is None or not speculation.on:
+    if draft is None or method not in (*WITH_DRAFT, "mtp"):  # others take none, which the recipe's rules say
         return
     by_name = draft.startswith(("builtin:", "pip:"))
-    if to_come and not by_name and method in DRAFT_CAN_BE_MADE and not Path(draft).expanduser().exists():
+    can_be_made = method in DRAFT_CAN_BE_MADE and not by_name and not Path(draft).expanduser().exists()
+    if can_be_made and to_come:
         return
-    if method == "draft_model":
+    if method == "draft_model" and not can_be_made:
         require_model(draft, DRAFT)
     elif not Path(draft).expanduser().is_dir():
-        make = "; `slipstream draft train` makes it" if method in DRAFT_CAN_BE_MADE and not by_name else ""
+        make = "; `slipstream draft train` makes it" if can_be_made else ""
         raise UserError(f"{DRAFT}: {draft} is no folder, expected that of a draft for {method}{make}")
 
 

@@ -110,9 +110,11 @@ def test_a_draft_may_be_named_before_it_is_made_but_not_run_with(folder: Path) -
         speculation = f"rollout.speculation={{method: {method}, draft: models/draft}}"
         assert problems(folder, speculation) == []
         (found,) = problems(folder, speculation, draft_to_come=False)
-        assert found.startswith("rollout.speculation.draft: models/draft is no folder")
+        assert found.startswith("rollout.speculation.draft: models/draft is no folder") and "`slipstream draft train`" in found
     (found,) = problems(folder, "rollout.speculation={method: eagle3, draft: builtin:tiny}")
     assert "builtin:tiny is no folder" in found and "draft train" not in found
+    (found,) = problems(folder, "rollout.speculation={method: ngram, draft: models/draft}")
+    assert "drafts from the text so far; remove it" in found, "and not that the draft is missing"
 
 
 def test_data_beside_the_recipe_are_found_and_those_of_the_working_directory_first(folder: Path) -> None:
