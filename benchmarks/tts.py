@@ -34,6 +34,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -66,7 +67,9 @@ def main() -> None:
     figures["acceptance_on_short_responses"].append(made[head_path.name]["length_after"])
     figures["acceptance_on_short_responses_model"].append(made[model_path.name]["length_after"])
     if not options.replay:
-        arms = {arm: keys for arm, keys in speculations(head_path, model_path).items() if arm in (options.arms or [arm])}
+        arms = {
+            arm: keys for arm, keys in speculations(head_path, model_path).items() if arm in ("none", *(options.arms or [arm]))
+        }
         numbers = options.prompts or ([3] if quick else [2, 3])
         live(tokenizer, arms, figures, (400,) if quick else (400, 1000), numbers)
         if not (quick or options.prompts):
@@ -87,7 +90,8 @@ def extend(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--replay", action="store_true", help="nothing live")
     parts.add_argument("--live", action="store_true", help="no replay")
-    parser.add_argument("--arms", nargs="+", help="of the live part (default: all); `none` must be among them")
+    arms = [*speculations(Path(), Path())]
+    parser.add_argument("--arms", nargs="+", choices=arms, help="of the live part, besides `none` (default: all)")
     parser.add_argument("--prompts", nargs="+", type=int, help="of the live part, 0 to 5 (default: 2 and 3), and no batch")
 
 

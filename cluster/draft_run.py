@@ -75,16 +75,16 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
     start = time.perf_counter()
     model_path = resolve_model(recipe.model, recipe.seed, CACHE)
     path = _checked(recipe, model_path)
+    policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
+    require_plain_head(policy)
     try:
         samples = asyncio.run(_sample(recipe, model_path, progress))
     except TimeoutError as late:
         raise RunFailed(str(late)) from late
-    policy = load_policy(model_path, recipe.model.model_copy(update={"dtype": "float32"})).eval().requires_grad_(False)
-    require_plain_head(policy)
     apart = max(int(HELD_OUT * len(samples)), 1)
     trainee = new_trainee(speculation, policy, samples[apart:])
     with _all_cores():
-        before, accepted = _trained(recipe, trainee, policy, samples[apart:], samples[:apart], progress)
+        before, accepted = _trained(recipe, trainee, policy, samples, apart, progress)
     made = Made(
         path=path,
         parameters=sum(p.numel() for p in trainee.parameters()),
@@ -100,21 +100,15 @@ def train_draft(recipe: Recipe, progress: Progress) -> Made:
 
 
 def _trained(
-    recipe: Recipe,
-    trainee: Trainee,
-    policy: Any,
-    samples: Sequence[Sample],
-    held_out: Sequence[Sample],
-    progress: Progress,
+    recipe: Recipe, trainee: Trainee, policy: Any, samples: Sequence[Sample], apart: int, progress: Progress
 ) -> tuple[list[float], list[float]]:
-    """Chances that the first k drafts are accepted, before and after, on the samples that are held out."""
+    """Chances that the first k drafts are accepted, before and after, on the first ``apart`` samples, which are held out."""
     speculation = recipe.rollout.speculation
     training = speculation.training
     seen = []
-    for done, sample in enumerate([*held_out, *samples]):
+    for done, sample in enumerate(samples):
         seen.append(look(policy, sample, trainee.layer_ids))
-        progress("reading", done + 1, len(held_out) + len(samples), None)
-    apart = len(held_out)
+        progress("reading", done + 1, len(samples), None)
     settings = Settings(
         steps=training.steps,
         batch_size=training.batch_size,

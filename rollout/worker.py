@@ -185,7 +185,6 @@ def make_updater(
     """What teaches the draft that ``runner`` has loaded from ``folder``; ``state`` is a folder of ``Updater.save``."""
     chosen = TestTimeSpeculation.model_validate_json(json.dumps(settings))
     student = make_student(method, Path(folder), runner, chosen.train, tokens)
-
     unchanged = [runner.target]
     head = runner.output_head
     if head is not None and not any(name.endswith(_OF_THE_OUTPUT_HEAD) for name, _ in student.weights()):
